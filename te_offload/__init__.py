@@ -1,0 +1,27 @@
+"""te_offload: grouped-MLP operators beside Transformer Engine whose activations can be offloaded selectively.
+
+In: layers built from `te_offload.ops` (or anything else). Out: `OffloadSession`, which offloads and reports. Keeps
+true: importing it needs no GPU, and registers the fusions of `te_offload.fused` once. Does not: change Transformer
+Engine.
+"""
+
+import torch  # noqa: F401  Transformer Engine's libraries are found only once torch is loaded
+
+from te_offload import errors, fused, ops
+from te_offload.offload import OffloadSession, Residency, SlotRecord, StepRecord
+from te_offload.slots import Fate, Reason, SlotName
+
+__all__ = [
+    "Fate",
+    "OffloadSession",
+    "Reason",
+    "Residency",
+    "SlotName",
+    "SlotRecord",
+    "StepRecord",
+    "errors",
+    "fused",
+    "ops",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,5 @@
+"""`python -m te_offload` is `te-offload`."""
+
+from te_offload.cli import main
+
+main()

@@ -1,0 +1,52 @@
+"""The command line: `te-offload demo`, `te-offload doctor`.
+
+In: arguments. Out: text, files, an exit status (0: done; 1: what was checked does not hold; 2: the arguments are wrong).
+Keeps true: this room alone prints. Does not: compute.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from te_offload.errors import OffloadError
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Selective activation offloading beside Transformer Engine."
+)
+
+
+@app.command()
+def demo(
+    no_offload: Annotated[str, typer.Option(help="Slots to keep on the device, e.g. fc1_input,act_input.")] = "",
+    steps: Annotated[int, typer.Option(min=2, help="Training steps of each run.")] = 48,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
+    min_bytes: Annotated[str, typer.Option(help="Smaller slots stay on the device.")] = "64KiB",
+    out: Annotated[Path, typer.Option(help="Folder for report.json and report.png.")] = Path("te-offload-demo"),
+) -> None:
+    """Train a small MoE language model on real text, with and without offloading, and compare every bit."""
+    from te_offload.cli.demo import run_demo
+
+    raise typer.Exit(run_demo(no_offload=no_offload, steps=steps, device=device, min_bytes=min_bytes, out=out))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what this machine can do, and why not the rest."""
+    from te_offload.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(as_json=as_json))
+
+
+def main() -> None:
+    """Entry point; an `OffloadError` becomes one line and status 2."""
+    try:
+        app()
+    except OffloadError as error:
+        typer.echo(f"te-offload: {error}", err=True)
+        sys.exit(2)

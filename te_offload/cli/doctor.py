@@ -1,0 +1,108 @@
+"""`te-offload doctor`: what this machine can do, and why not the rest.
+
+In: nothing. Out: a table or JSON; status 0 if the ops work here, 1 if they do not. Keeps true: each "no" has a reason;
+nothing is changed. Does not: measure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformer_engine.common import recipe as te_recipe
+
+from te_offload import ops
+from te_offload.errors import UnsupportedReleaseError
+from te_offload.fused import Window, explain
+from te_offload.ops import te_adapter
+from te_offload.report.as_json import SCHEMA
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row: what, whether it works here, and the details or the reason why not."""
+
+    what: str
+    ok: bool
+    detail: str
+
+
+def findings() -> Iterator[Finding]:
+    """What there is, from the release to the kernels."""
+    yield Finding("Python, torch", True, f"{platform.python_version()}, {torch.__version__}")
+    version = te_adapter.installed_version()
+    try:
+        te_adapter.require_supported_release()
+        yield Finding("Transformer Engine", True, f"{version}, its saved layouts are known")
+    except UnsupportedReleaseError as error:
+        yield Finding("Transformer Engine", False, str(error))
+        return
+    yield Finding("ops and sessions on the CPU", True, "torch arithmetic, any floating dtype, no quantization")
+    if not torch.cuda.is_available():
+        yield Finding("GPU", False, "torch sees no CUDA device")
+        for what in ("unfused grouped path", "FP8 current scaling", "pinned memory"):
+            yield Finding(what, False, "needs a GPU")
+    else:
+        yield from _gpu_findings()
+    yield _blackwell_finding()
+    v1 = os.environ.get("NVTE_CPU_OFFLOAD_V1", "0") == "1"
+    yield Finding(
+        "Transformer Engine's offloading context",
+        not v1,
+        "v1 (NVTE_CPU_OFFLOAD_V1=1), which does not read mark_not_offload: per-op arguments have no effect in it"
+        if v1
+        else "v2, which honours the per-op arguments",
+    )
+
+
+def _gpu_findings() -> Iterator[Finding]:
+    major, minor = torch.cuda.get_device_capability()
+    free, total = torch.cuda.mem_get_info()
+    yield Finding(
+        "GPU",
+        True,
+        f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, "
+        f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
+    )
+    number = te_adapter.cublaslt_version()
+    cublas = f"cuBLASLt {number // 10000}.{number // 100 % 100}"
+    for what, recipe in (
+        ("unfused grouped path, bf16", None),
+        ("unfused grouped path, FP8 current scaling", te_recipe.Float8CurrentScaling()),
+        ("unfused grouped path, FP8 block scaling", te_recipe.Float8BlockScaling()),
+        ("unfused grouped path, MXFP8", te_recipe.MXFP8BlockScaling()),
+        ("unfused grouped path, NVFP4", te_recipe.NVFP4BlockScaling()),
+    ):
+        taken = te_adapter.grouped_path_supported(recipe, torch.bfloat16)
+        no = f"{cublas}, compute capability {major}.{minor}: the split path runs, a GEMM an expert, not capturable"
+        yield Finding(what, taken, cublas if taken else no)
+    yield Finding("pinned memory", torch.empty(1, pin_memory=True).is_pinned(), "page-locked host memory for copies")
+
+
+def _blackwell_finding() -> Finding:
+    fc1, fc2 = (ops.GroupedLinear(2, 64, 64, bias=False, device="cpu", dtype=torch.bfloat16) for _ in range(2))
+    window = Window(0, fc1, ops.ScaledSReLU(), fc2)
+    support = explain(window, te_recipe.MXFP8BlockScaling(fp8_format=te_recipe.Format.E4M3))
+    return Finding(
+        "Blackwell fused grouped MLP", support.ok, support.reason or "Transformer Engine's kernels, with slots"
+    )
+
+
+def run_doctor(*, as_json: bool) -> int:
+    """Print the findings; returns the exit status."""
+    found = list(findings())
+    console = Console()
+    if as_json:
+        console.print_json(json.dumps({"schema": SCHEMA, "findings": [asdict(finding) for finding in found]}))
+    else:
+        table = Table(show_header=False)
+        for finding in found:
+            table.add_row("[green]yes[/]" if finding.ok else "[yellow]no[/]", finding.what, finding.detail)
+        console.print(table)
+    return 0 if found[1].ok else 1

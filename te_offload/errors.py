@@ -1,0 +1,63 @@
+"""The errors of te_offload, each saying what failed, for which op and slot, with numbers and units, and what to do next.
+
+In: nothing. Out: exception types. Keeps true: every error of this package is an `OffloadError`, and one that a caller
+might expect as a built-in kind (a bad argument, a bad value) is that kind too. Does not: word the messages.
+
+    OffloadError
+    ├── ArgumentError            (ValueError)    an argument's value is wrong
+    │   └── ArgumentTypeError    (TypeError)     an argument's type is wrong
+    ├── UnsupportedError         (RuntimeError)  this machine, release or layout cannot do what was asked
+    │   ├── UnsupportedReleaseError              a Transformer Engine release that no row of the table covers
+    │   └── UnknownLayoutError                   saved tensors that do not look as the release's row says
+    ├── StateError               (RuntimeError)  a call in the wrong order
+    │   ├── ConflictError                        another offloading engine, or another session, is in the way
+    │   ├── BackwardTwiceError                   the saved tensors of te.ops were asked for a second time
+    │   └── StepEndedError                       a backward after its step, or the session, had ended
+    └── SavedTensorModifiedError (RuntimeError)  a saved tensor was written to before its backward
+"""
+
+from __future__ import annotations
+
+
+class OffloadError(Exception):
+    """Base of every error that te_offload raises on purpose."""
+
+
+class ArgumentError(OffloadError, ValueError):
+    """An argument has a value that cannot work."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument has a type that cannot work."""
+
+
+class UnsupportedError(OffloadError, RuntimeError):
+    """This machine, release or combination cannot do what was asked."""
+
+
+class UnsupportedReleaseError(UnsupportedError):
+    """The installed Transformer Engine is not a release whose saved layouts are known."""
+
+
+class UnknownLayoutError(UnsupportedError):
+    """An op of a supported release saved tensors in a layout that is not the known one."""
+
+
+class StateError(OffloadError, RuntimeError):
+    """A call came at a moment when it cannot be answered."""
+
+
+class ConflictError(StateError):
+    """Two engines, or two sessions, would take the same saved tensors."""
+
+
+class BackwardTwiceError(StateError):
+    """A second backward asked for tensors that te.ops gives out once."""
+
+
+class StepEndedError(StateError):
+    """A backward asked for tensors whose step or session has ended."""
+
+
+class SavedTensorModifiedError(OffloadError, RuntimeError):
+    """A tensor was changed in place between the forward that saved it and its backward."""

@@ -1,0 +1,92 @@
+"""Transformer Engine's fused grouped MLP for Blackwell, with the marks and slots of te_offload.
+
+In: windows with at least one op of `te_offload.ops`. Out: the same fused kernels, and marks on what they save. Keeps
+true: kernels, saved layout and gradients are Transformer Engine's own; windows of plain `te.ops` are left to it. Does
+not: run anywhere but on compute capability 10.x; it has been run with its kernels replaced (tests/layouts), and not
+yet on such a card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_offload.fused.support import Support
+from te_offload.fused.window import Window, find_windows
+from te_offload.ops import te_adapter
+from te_offload.ops.slot_owner import SlotOwner
+
+
+class _DeclaresSlots:
+    """Mixin before a fused op of Transformer Engine: marks and declares the slots after its forward."""
+
+    basic_ops: Sequence[torch.nn.Module]
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """The fused forward of Transformer Engine; afterwards every slot of its window is marked and declared."""
+        result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
+        slots = te_adapter.read_fused(self.basic_ops, basic_op_ctxs)
+        for op, slot in zip(self.basic_ops, slots or (), strict=False):
+            if isinstance(op, SlotOwner):
+                op.declare_slot(slot)
+            else:  # a plain te.ops op inside the window: its weights stay all the same
+                te_adapter.mark_exempt_and_kept(slot, keep_input=False)
+        return result
+
+
+class BlackwellUnaryGroupedMLP(_DeclaresSlots, te_adapter.fused_unary_class()):  # type: ignore[misc]
+    """Transformer Engine's fused GroupedLinear, ScaledSReLU or ScaledTanhSReLU, GroupedLinear, with slots."""
+
+
+class BlackwellGLUGroupedMLP(_DeclaresSlots, te_adapter.fused_glu_class()):  # type: ignore[misc]
+    """Transformer Engine's fused GroupedLinear, scaled GLU, GroupedLinear, with slots."""
+
+
+def explain(window: Window, recipe: Any = None) -> Support:
+    """Whether Transformer Engine's Blackwell kernels take a window on this machine under a recipe, and if not, why.
+
+    Args:
+        window: from `find_windows`.
+        recipe: a Transformer Engine recipe; ``None`` means unquantized.
+    """
+    reason = te_adapter.unfused_reason(window.ops, recipe)
+    return Support(True) if reason is None else Support(False, reason)
+
+
+def fuse_unary_windows(ops: list[Any], *, recipe: Any = None, **_: Any) -> list[Any]:
+    """The fusion function for unary activations, as `te.ops.register_forward_backward_fusion` wants it."""
+    if not BlackwellUnaryGroupedMLP.is_supported():
+        return ops
+    return _fuse(ops, recipe, BlackwellUnaryGroupedMLP, te_adapter.fused_unary_activations())
+
+
+def fuse_glu_windows(ops: list[Any], *, recipe: Any = None, **_: Any) -> list[Any]:
+    """The fusion function for gated activations, as `te.ops.register_forward_backward_fusion` wants it."""
+    if not BlackwellGLUGroupedMLP.is_supported():
+        return ops
+    return _fuse(ops, recipe, BlackwellGLUGroupedMLP, te_adapter.fused_glu_activations())
+
+
+def _fuse(ops: list[Any], recipe: Any, fused_class: type[Any], activations: tuple[type, ...]) -> list[Any]:
+    """Hand each window with an op of ours to Transformer Engine's own scan, and leave the rest of the list alone."""
+    fused: list[Any] = []
+    position = 0
+    for window in find_windows(ops):
+        if not window.has_slot_owner:
+            continue
+        fused += ops[position : window.start]
+        fused += te_adapter.fuse_windows(
+            list(window.ops), recipe=recipe, fused_class=fused_class, activations=activations
+        )
+        position = window.start + 3
+    return fused + ops[position:]
+
+
+def register() -> None:
+    """Put both fusion functions before Transformer Engine's own. Does nothing the second time."""
+    te_adapter.register_joint_fusion(fuse_unary_windows)
+    te_adapter.register_joint_fusion(fuse_glu_windows)

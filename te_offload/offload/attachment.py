@@ -1,0 +1,101 @@
+"""The session's hold on one layer: two forward hooks, and a place where its ops tell of their slots.
+
+In: a layer and the ops inside it that own slots. Out: calls to the session. Keeps true: a copy of the layer (deepcopy,
+pickle) is not attached; a layer has at most one attachment. Does not: keep state of a step.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_offload.errors import ArgumentError
+from te_offload.ops.slot_owner import SlotOwner
+from te_offload.slots import SavedSlot, SlotName
+
+if TYPE_CHECKING:
+    from te_offload.offload.session import OffloadSession
+
+
+class _ForwardHook:
+    """A forward hook whose copies do nothing."""
+
+    def __init__(self, attachment: Attachment | None, *, before: bool) -> None:
+        self.attachment = attachment
+        self._before = before
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
+        if self.attachment is None:
+            return
+        session = self.attachment.session()
+        if session is None:
+            return
+        if self._before:
+            session.begin_forward(self.attachment)
+        else:  # torch calls it with no output, while the exception is handled, if the forward raised
+            session.end_forward(self.attachment, failed=output is None and sys.exc_info()[0] is not None)
+
+    def __deepcopy__(self, memo: Any) -> _ForwardHook:
+        return _ForwardHook(None, before=self._before)
+
+    def __reduce__(self) -> Any:
+        return _inert_hook, (self._before,)
+
+
+def _inert_hook(before: bool) -> _ForwardHook:
+    return _ForwardHook(None, before=before)
+
+
+class Attachment:
+    """Attaches a session to a layer.
+
+    Args:
+        name: the layer's name in the record. module: the layer.
+        owners: its ops that own slots: name inside the layer, op, name of the slot.
+        session: who is called.
+
+    Raises:
+        ArgumentError: the layer is attached already.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        owners: list[tuple[str, SlotOwner, SlotName]],
+        session: weakref.ref[OffloadSession],
+    ) -> None:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, _ForwardHook) and hook.attachment is not None and hook.attachment.session() is not None:
+                raise ArgumentError(
+                    f"{name} ({type(module).__name__}) is attached to an OffloadSession already. Close that one first."
+                )
+        self.name = name
+        self.module = module
+        self.session: weakref.ref[OffloadSession] = session
+        self.forwards = 0
+        self._owners = {id(op): (op_name, op, slot) for op_name, op, slot in owners}
+        self._handles = [
+            module.register_forward_pre_hook(_ForwardHook(self, before=True), prepend=True),
+            module.register_forward_hook(_ForwardHook(self, before=False), always_call=True),
+        ]
+        for _, op, _ in owners:
+            op.observe_slot(self)
+
+    def slot_saved(self, op: torch.nn.Module, saved: SavedSlot) -> None:
+        """See `SlotObserver.slot_saved`."""
+        session = self.session()
+        visit = session.visit_of(self) if session is not None else None
+        if visit is not None:
+            op_name, owner, slot = self._owners[id(op)]
+            visit.slot_saved(op_name, slot, owner.no_offload_activation, saved)
+
+    def detach(self) -> None:
+        """Take both hooks off the layer, and the observer off its ops. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        for _, op, _ in self._owners.values():
+            op.observe_slot(None)

@@ -1,0 +1,265 @@
+"""`te.ops.GroupedLinear` with `no_offload_activation`: FC1 and FC2 of a grouped MLP.
+
+In: what `te.ops.GroupedLinear` takes. Out: the same results; the op's input is its slot. Keeps true: on a GPU
+Transformer Engine's forward and backward run unchanged, on the CPU `arithmetic` computes between Transformer Engine's
+own saving and gradient protocol (`main_grad`, delayed wgrad, one grouped weight); both save the same slot and weights.
+Does not: offload, or read split sizes on the host where Transformer Engine does not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+
+from te_offload.errors import ArgumentError, UnsupportedError
+from te_offload.ops import arithmetic, te_adapter
+from te_offload.ops.slot_owner import SlotOwner
+
+
+class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
+    """``te.ops.GroupedLinear`` plus ``no_offload_activation``: ``y_i = x_i @ w_i.T + b_i`` for each of N experts.
+
+    Args:
+        num_groups: number of experts, N.
+        in_features, out_features: H and F of each weight, (F, H).
+        no_offload_activation: keep this op's input (``fc1_input`` or ``fc2_input`` in a grouped MLP) on the GPU.
+            The rest is as in ``te.ops.GroupedLinear``.
+
+    Raises:
+        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        no_offload_activation: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_groups, in_features, out_features, **kwargs)
+        self._init_slot_owner(no_offload_activation)
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """The `te.ops` forward; afterwards the slot is marked and declared.
+
+        Raises:
+            ArgumentError: split sizes that do not sum to the tokens. Seen on the CPU, and on a GPU on the split path,
+                which reads them on the host anyway; the grouped path never reads them and cannot see it.
+        """
+        extra_inputs = kwargs["basic_op_extra_inputs"][0]
+        if input_.device.type == "cpu":
+            result = self._cpu_forward(basic_op_ctxs, input_, **kwargs)
+        else:
+            self._check_splits_where_read(input_, extra_inputs[0])
+            result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
+        self.declare_slot(te_adapter.read_grouped_linear(self, basic_op_ctxs[0]))
+        return result
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """The `te.ops` backward."""
+        if grad_output.device.type == "cpu":
+            return self._cpu_backward(basic_op_ctxs[0], grad_output)
+        result: tuple[torch.Tensor | None, Any, Any] = super().fuser_backward(basic_op_ctxs, grad_output, **kwargs)
+        return result
+
+    # Checks ----------------------------------------------------------------------------------------------------------
+
+    def _check_splits_where_read(self, input_: torch.Tensor, split_sizes: torch.Tensor) -> None:
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else self._weights()[0].dtype
+        on_host = split_sizes.device.type == "cpu"
+        if on_host or not te_adapter.takes_grouped_path(dtype):
+            self._checked_splits(input_, split_sizes)
+
+    def _checked_splits(self, input_: torch.Tensor, split_sizes: torch.Tensor) -> list[int]:
+        op = type(self).__name__
+        sizes = [int(size) for size in split_sizes.tolist()]
+        tokens = input_.numel() // max(self.in_features, 1)
+        if len(sizes) != self.num_groups:
+            raise ArgumentError(
+                f"{op}: got {len(sizes)} split sizes for {self.num_groups} experts; give one an expert."
+            )
+        if min(sizes) < 0:
+            raise ArgumentError(
+                f"{op}: split sizes must not be negative, but expert {sizes.index(min(sizes))} has {min(sizes)}."
+            )
+        if sum(sizes) != tokens:
+            raise ArgumentError(
+                f"{op}: the split sizes sum to {sum(sizes)} tokens, but its input of shape {tuple(input_.shape)} has "
+                f"{tokens}. Give sizes that sum to the input's rows."
+            )
+        return sizes
+
+    def _check_cpu_input(self, input_: torch.Tensor) -> None:
+        op = type(self).__name__
+        if te_adapter.quantization_enabled():
+            raise UnsupportedError(
+                f"{op}: te.autocast quantizes on a GPU, but the input is on the CPU. Leave te.autocast."
+            )
+        if te_adapter.is_grouped_tensor(input_):
+            raise UnsupportedError(f"{op}: a GroupedTensor input needs a GPU; give a plain tensor on the CPU.")
+        weight = self._weights()[0]
+        if weight.device.type != "cpu":
+            raise ArgumentError(f"{op}: its input is on the CPU, its weights are on {weight.device}. Move one of them.")
+        if te_adapter.is_distributed_weight(weight):
+            raise UnsupportedError(f"{op}: distributed weights need a GPU.")
+        if input_.shape[-1] != self.in_features:
+            raise ArgumentError(f"{op}: its input has {input_.shape[-1]} columns, but in_features={self.in_features}.")
+
+    # CPU arithmetic --------------------------------------------------------------------------------------------------
+
+    def _weights(self) -> list[torch.nn.Parameter]:
+        """The weight parameters in the order of registration: one if single_grouped_weight, else N."""
+        weights: list[torch.nn.Parameter] = self._get_weight_tensors()
+        return weights
+
+    def _dense_weights(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """N weights (F, H) in the dtype of the computation."""
+        if self.single_grouped_weight:
+            packed = self.weight.rowwise_data.view(self.num_groups, self.out_features, self.in_features)
+            return list(packed.to(dtype).unbind(0))
+        return [te_adapter.maybe_dequantize(weight, dtype) for weight in self._weights()]
+
+    def _cpu_forward(
+        self,
+        basic_op_ctxs: list[te_adapter.OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        basic_op_kwargs: list[dict[str, Any]],
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        self._check_cpu_input(input_)
+        ctx = basic_op_ctxs[0]
+        weights = self._weights()
+        if self._accumulate_into_main_grad:
+            te_adapter.main_grad_of(weights[0])
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weights[0].dtype
+        split_sizes = basic_op_extra_inputs[0][0]
+        sizes = self._checked_splits(input_, split_sizes)
+        scales = self._checked_bias_scales(input_, basic_op_extra_inputs[0][1]) if self._scale_bias else None
+
+        x = te_adapter.maybe_dequantize(input_, dtype).reshape(-1, self.in_features)
+        xs = x.split(sizes)
+        dense = self._dense_weights(dtype)
+        biases = list(self._get_packed_bias_tensor(dtype).unbind(0)) if self.has_bias else None
+        out = te_adapter.validate_or_alloc_output(
+            basic_op_kwargs[0].get(te_adapter.GROUPED_LINEAR_OUTPUT_KEY),
+            [*input_.shape[:-1], self.out_features],
+            dtype,
+            input_.device,
+        )
+        scales_by_expert = None if scales is None else scales.reshape(-1).split(sizes)
+        arithmetic.grouped_forward(xs, dense, biases, scales_by_expert, out.view(-1, self.out_features))
+
+        # The tuple that Transformer Engine's own paths save: one input and one weight with a grouped weight (its
+        # grouped path), else N of each (its split path).
+        needs_weight_grad = ctx.requires_grad and weights[0].requires_grad
+        saved: list[Any] = [split_sizes, None, None, None, None]
+        saved += [] if scales is None else [scales]
+        grouped = self.single_grouped_weight
+        saved += [x if needs_weight_grad else None] if grouped else list(xs) if needs_weight_grad else [None] * len(xs)
+        saved += [self.weight] if grouped else dense
+        self.fuser_forward_save_ctx(
+            basic_op_ctxs=basic_op_ctxs,
+            input_=input_,
+            tensors_to_save=[tuple(saved)],
+            requires_grad=[ctx.requires_grad],
+            basic_op_extra_inputs=basic_op_extra_inputs,
+            basic_op_kwargs=basic_op_kwargs,
+            use_grouped_tensor_path=grouped,
+            **kwargs,
+        )
+        ctx.dtype = dtype
+        return out, [()]
+
+    def _checked_bias_scales(self, input_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        op = type(self).__name__
+        tokens = input_.numel() // max(self.in_features, 1)
+        if not scales.is_floating_point() or scales.device != input_.device or scales.numel() != tokens:
+            raise ArgumentError(
+                f"{op}: the bias scales must be {tokens} floating-point numbers on {input_.device}, but are "
+                f"{scales.numel()} of {scales.dtype} on {scales.device}."
+            )
+        return scales
+
+    def _cpu_backward(
+        self, ctx: te_adapter.OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        saved = list(ctx.saved_tensors)
+        sizes = [int(size) for size in saved[0].tolist()]
+        tail = saved[5:]
+        scales = tail.pop(0).reshape(-1).split(sizes) if self._scale_bias else None
+        if self.single_grouped_weight:
+            xs = None if tail[0] is None else tail[0].split(sizes)
+            dense: Sequence[torch.Tensor] = self._dense_weights(ctx.dtype)
+        else:
+            xs = None if tail[0] is None else tuple(tail[: self.num_groups])
+            dense = tail[self.num_groups :]
+        dy = te_adapter.maybe_dequantize(grad_output, ctx.dtype).reshape(-1, self.out_features)
+        dys = dy.split(sizes)
+
+        bias_grads, scale_grads = None, None
+        if self.has_bias:
+            biases = list(self._get_packed_bias_tensor(ctx.dtype).unbind(0))
+            bias_grads, scale_grads = arithmetic.grouped_bias_grads(dys, biases, scales)
+        grad_input = te_adapter.validate_or_alloc_output(
+            ctx.dgrad_out, [*grad_output.shape[:-1], self.in_features], ctx.dtype, grad_output.device
+        )
+        arithmetic.grouped_dgrad(dys, dense, grad_input.view(-1, self.in_features))
+        weight_grads = self._cpu_wgrad(ctx, xs, dys)
+
+        # The order in which the parameters are registered
+        params: list[torch.Tensor | None] = list(weight_grads)
+        if bias_grads is not None:
+            if self.single_grouped_bias:
+                params = [*weight_grads, torch.stack(bias_grads)]
+            else:
+                params = [*bias_grads, *weight_grads] if self.single_grouped_weight else [*weight_grads, *bias_grads]
+        extra = (None, scale_grads) if self._scale_bias else (None,)
+        return grad_input, [params], [extra]
+
+    def _cpu_wgrad(
+        self, ctx: te_adapter.OperationContext, xs: Sequence[torch.Tensor] | None, dys: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        weights = self._weights()
+        if not ctx.weight_requires_grad or xs is None:
+            return [None] * len(weights)
+        accumulate = False
+        shape = (self.num_groups, self.out_features, self.in_features)
+        if self._accumulate_into_main_grad:
+            accumulate = te_adapter.accumulates_into_main_grad(weights[0])
+            grads = [te_adapter.main_grad_of(weight) for weight in weights]
+            if self.single_grouped_weight:
+                grads = list(te_adapter.view_main_grad_as_grouped_buffer(grads[0], shape[0], shape[1:], label="weight"))
+            results = [self._cpu_dummy_grad(weight) for weight in weights]
+        else:
+            packed = torch.empty(shape, dtype=ctx.dtype, device=dys[0].device)
+            grads = list(packed)
+            results = [packed] if self.single_grouped_weight else list(grads)
+        wgrad = functools.partial(arithmetic.grouped_wgrad, accumulate=accumulate)
+        if self.need_backward_dw():
+            te_adapter.keep_after_backward(*xs)
+            self.wgrad_store.put([list(xs), dys, grads], wgrad)
+            return results if self._accumulate_into_main_grad else [None] * len(weights)
+        wgrad(xs, dys, grads)
+        return results
+
+    @staticmethod
+    def _cpu_dummy_grad(weight: torch.nn.Parameter) -> torch.Tensor | None:
+        """The stand-in for ``.grad`` of Megatron's protocol, where the weight takes part in it; see TE's ops/_common.py."""
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+        return make(weight.shape, dtype=weight.dtype)

@@ -1,0 +1,215 @@
+"""Scaled activations of `te.ops` with `no_offload_activation`: the middle op of a grouped MLP.
+
+In: what the `te.ops` classes take. Out: the same results; the op's input is the slot `act_input`. Keeps true: on a GPU
+Transformer Engine's kernels run unchanged, on the CPU `arithmetic` computes; both save the same tensors. Does not:
+offload.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+
+from te_offload.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from te_offload.ops import arithmetic, te_adapter
+from te_offload.ops.arithmetic import Pair
+from te_offload.ops.slot_owner import SlotOwner
+
+
+class _ScaledActivation(SlotOwner):
+    """The forward and backward around a `te.ops` scaled activation: checks, slot, and the CPU's arithmetic."""
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """The `te.ops` forward; afterwards the slot is marked and declared.
+
+        Raises:
+            ArgumentError: router scales of a wrong shape, dtype or device.
+        """
+        self._check_scales(input_, kwargs["basic_op_extra_inputs"][0][0])
+        if input_.device.type == "cpu" and te_adapter.quantization_enabled():
+            raise UnsupportedError(
+                f"{type(self).__name__}: te.autocast quantizes on a GPU, but the input is on the CPU."
+            )
+        result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
+        self.declare_slot(te_adapter.read_activation(self, basic_op_ctxs[0]))
+        return result
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """The `te.ops` backward."""
+        if grad_output.device.type == "cpu":
+            te_adapter.keep_after_backward(basic_op_ctxs[0].saved_tensors[0])
+        result: tuple[torch.Tensor | None, Any, Any] = super().fuser_backward(  # type: ignore[misc]
+            basic_op_ctxs, grad_output, **kwargs
+        )
+        return result
+
+    def _check_scales(self, input_: torch.Tensor, scales: torch.Tensor) -> None:
+        op = type(self).__name__
+        if not isinstance(scales, torch.Tensor) or not scales.is_floating_point():
+            found = scales.dtype if isinstance(scales, torch.Tensor) else type(scales).__name__
+            raise ArgumentTypeError(
+                f"{op}: the router scales must be a floating-point tensor, but are {found}. Convert them with .to(dtype)."
+            )
+        if scales.device != input_.device:
+            raise ArgumentError(
+                f"{op}: the router scales are on {scales.device}, its input is on {input_.device}. Move the scales there."
+            )
+        if scales.shape != input_.shape[:-1]:
+            raise ArgumentError(
+                f"{op}: the router scales have shape {tuple(scales.shape)}, but an input of shape {tuple(input_.shape)} "
+                f"needs one scale a row: {tuple(input_.shape[:-1])}."
+            )
+
+
+class ScaledSReLU(_ScaledActivation, te.ops.ScaledSReLU):
+    """``te.ops.ScaledSReLU`` plus ``no_offload_activation``: ``relu(x)^2`` times one scale a row.
+
+    Args:
+        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU. The rest is as in ``te.ops``.
+
+    Raises:
+        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
+    """
+
+    def __init__(self, *, no_offload_activation: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._init_slot_owner(no_offload_activation)
+
+    def _scaled_unary_forward(self, input_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        if input_.device.type != "cpu":
+            kernel: torch.Tensor = super()._scaled_unary_forward(input_, scales)
+            return kernel
+        return arithmetic.scaled_srelu(input_, scales)
+
+    def _scaled_unary_backward(
+        self, grad_output: torch.Tensor, input_: torch.Tensor, scales: torch.Tensor, *, compute_scale_grad: bool
+    ) -> Pair:
+        if input_.device.type != "cpu":
+            kernel: Pair = super()._scaled_unary_backward(
+                grad_output, input_, scales, compute_scale_grad=compute_scale_grad
+            )
+            return kernel
+        return arithmetic.scaled_dsrelu(grad_output, input_, scales, need_scales=compute_scale_grad)
+
+
+class ScaledTanhSReLU(_ScaledActivation, te.ops.ScaledTanhSReLU):
+    """``te.ops.ScaledTanhSReLU`` plus ``no_offload_activation``; its arithmetic is plain torch on every device.
+
+    Args:
+        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU. The rest is as in ``te.ops``.
+
+    Raises:
+        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
+    """
+
+    def __init__(self, *, tanh_clamp_scale: float, no_offload_activation: bool = False, **kwargs: Any) -> None:
+        super().__init__(tanh_clamp_scale=tanh_clamp_scale, **kwargs)
+        self._init_slot_owner(no_offload_activation)
+
+
+class _ScaledGLU(_ScaledActivation):
+    """The CPU's arithmetic of the gated activations."""
+
+    glu_interleave_size: int | None
+
+    def _gate(self) -> arithmetic.Gate:
+        raise NotImplementedError(f"{type(self).__name__} must say which gate it computes")
+
+    def _scaled_glu_forward(self, input_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        if input_.device.type != "cpu":
+            kernel: torch.Tensor = super()._scaled_glu_forward(input_, scales)  # type: ignore[misc]
+            return kernel
+        return arithmetic.scaled_glu(input_, scales, self._gate(), self.glu_interleave_size)
+
+    def _scaled_glu_backward(
+        self, grad_output: torch.Tensor, input_: torch.Tensor, scales: torch.Tensor, *, compute_scale_grad: bool
+    ) -> Pair:
+        if input_.device.type != "cpu":
+            kernel: Pair = super()._scaled_glu_backward(  # type: ignore[misc]
+                grad_output, input_, scales, compute_scale_grad=compute_scale_grad
+            )
+            return kernel
+        return arithmetic.scaled_dglu(
+            grad_output, input_, scales, self._gate(), self.glu_interleave_size, need_scales=compute_scale_grad
+        )
+
+    def _check_scales(self, input_: torch.Tensor, scales: torch.Tensor) -> None:
+        super()._check_scales(input_, scales)
+        block = 2 * (self.glu_interleave_size or 1)
+        if input_.shape[-1] % block:
+            raise ArgumentError(
+                f"{type(self).__name__}: its input has {input_.shape[-1]} columns, which is no multiple of {block} "
+                f"(2 x glu_interleave_size, with glu_interleave_size={self.glu_interleave_size})."
+            )
+
+
+class ScaledSwiGLU(_ScaledGLU, te.ops.ScaledSwiGLU):
+    """``te.ops.ScaledSwiGLU`` plus ``no_offload_activation``: ``silu(a) * b`` times one scale a row.
+
+    Args:
+        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU. The rest is as in ``te.ops``.
+
+    Raises:
+        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
+    """
+
+    def __init__(
+        self, glu_interleave_size: int | None = None, *, no_offload_activation: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(glu_interleave_size, **kwargs)
+        self._init_slot_owner(no_offload_activation)
+
+    def _gate(self) -> arithmetic.Gate:
+        return arithmetic.swiglu_gate
+
+
+class ScaledClampedQGeGLU(_ScaledGLU, te.ops.ScaledClampedQGeGLU):
+    """``te.ops.ScaledClampedQGeGLU`` plus ``no_offload_activation``: the clamped gate of gpt-oss, scaled by row.
+
+    Args:
+        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU. The rest is as in ``te.ops``.
+
+    Raises:
+        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
+    """
+
+    def __init__(
+        self, glu_interleave_size: int | None = None, *, no_offload_activation: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(glu_interleave_size, **kwargs)
+        self._init_slot_owner(no_offload_activation)
+
+    def _gate(self) -> arithmetic.Gate:
+        clamped = self._clamped
+        return arithmetic.clamped_qgeglu_gate(clamped.limit, clamped.alpha, clamped.glu_linear_offset)
+
+
+class ScaledSiTUGLU(_ScaledGLU, te.ops.ScaledSiTUGLU):
+    """``te.ops.ScaledSiTUGLU`` plus ``no_offload_activation``: a soft-capped gate and linear part, scaled by row.
+
+    Args:
+        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU. The rest is as in ``te.ops``.
+
+    Raises:
+        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
+    """
+
+    def __init__(
+        self, glu_interleave_size: int | None = None, *, no_offload_activation: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(glu_interleave_size, **kwargs)
+        self._init_slot_owner(no_offload_activation)
+
+    def _gate(self) -> arithmetic.Gate:
+        return arithmetic.situ_glu_gate(self.beta1, self.beta2)

@@ -1,0 +1,57 @@
+"""What every op of te_offload has beside its `te.ops` class: the keyword, the mark, and someone to tell about slots.
+
+In: the keyword `no_offload_activation`, and the op's context after each forward. Out: marks on saved tensors, and a
+call to the observer. Keeps true: the keyword is a plain attribute that survives deepcopy and pickle, the observer
+does not; parameters and state-dict keys are those of the `te.ops` class. Does not: decide what is offloaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from te_offload.errors import ArgumentTypeError
+from te_offload.ops import te_adapter
+from te_offload.slots import SavedSlot, SlotObserver
+
+
+class SlotOwner:
+    """Mixin of an op that owns one slot. Goes before the `te.ops` class in the list of bases."""
+
+    no_offload_activation: bool = False
+    _slot_observer: SlotObserver | None = None
+
+    def _init_slot_owner(self, no_offload_activation: bool) -> None:
+        te_adapter.require_supported_release()
+        if not isinstance(no_offload_activation, bool):
+            raise ArgumentTypeError(
+                f"{type(self).__name__}: no_offload_activation must be True or False, but is "
+                f"{no_offload_activation!r} ({type(no_offload_activation).__name__})."
+            )
+        self.no_offload_activation = no_offload_activation
+
+    def observe_slot(self, observer: SlotObserver | None) -> None:
+        """Tell ``observer`` about the slot of every later forward; ``None`` ends it."""
+        if observer is None:
+            self.__dict__.pop("_slot_observer", None)
+        else:
+            self._slot_observer = observer
+
+    def declare_slot(self, saved: SavedSlot | None) -> None:
+        """Mark what was saved, and tell the observer. ``None``: this forward saved nothing for a backward."""
+        if saved is None:
+            return
+        te_adapter.mark_exempt_and_kept(saved, keep_input=self.no_offload_activation)
+        if self._slot_observer is not None:
+            self._slot_observer.slot_saved(self, saved)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        """The keyword, beside what the `te.ops` class shows."""
+        inherited: str = super().extra_repr()  # type: ignore[misc]
+        own = f"no_offload_activation={self.no_offload_activation}"
+        return f"{inherited}, {own}" if inherited else own
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for deepcopy and pickle: all but the observer, which belongs to a session and not to the op."""
+        state = dict(self.__dict__)
+        state.pop("_slot_observer", None)
+        return state

@@ -1,0 +1,94 @@
+"""The vocabulary: slots, fates, and what an op tells about the tensors that it saved.
+
+In: nothing. Out: the types that the rooms hand to one another. Keeps true: frozen values, no device and no stream.
+Does not: know Transformer Engine (ops/te_adapter.py does) or move a byte (offload/ does).
+
+A *slot* is the input that an op saves for its backward: one tensor, one per expert, or the buffers of a quantized
+storage, but always one thing to the user. Its *fate* is what happened to it in one step.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class SlotName(str, enum.Enum):
+    """Names of slots, each owned by the op whose input it is."""
+
+    FC1_INPUT = "fc1_input"
+    ACT_INPUT = "act_input"
+    FC2_INPUT = "fc2_input"
+    GROUPED_LINEAR_INPUT = "grouped_linear_input"
+    """Input of a GroupedLinear that stands in no grouped-MLP window."""
+    OTHER = "other"
+    """Tensors that a layer saved outside the ops of te_offload."""
+
+
+def slot_title(layer: str, op: str, slot: SlotName) -> str:
+    """``layer/op.slot``: the one name of a slot in errors, reports and profiler ranges. ``op`` may be empty."""
+    return f"{layer}/{op}.{slot.value}" if op else f"{layer}/{slot.value}"
+
+
+class Fate(str, enum.Enum):
+    """What happened to a slot in one step."""
+
+    OFFLOADED = "offloaded"
+    KEPT = "kept"
+    RECOMPUTED = "recomputed"
+    NOT_SAVED = "not saved"
+
+
+class Reason(str, enum.Enum):
+    """Why a slot was not offloaded."""
+
+    NONE = ""
+    ASKED = "asked by the user"
+    MARKED = "marked not to go"
+    TOO_SMALL = "too small"
+    NO_ROOM = "no room on the host"
+    ALIAS = "shares memory that stays"
+    PARAMETER = "a parameter's memory"
+    OTHER_DEVICE = "on another device"
+    NOT_PLAIN = "not a dense tensor"
+    IN_BACKWARD = "saved in a backward"
+    FOREIGN_HOOK = "another hook takes it"
+    DISABLED = "session disabled"
+    FROZEN = "no gradient needs it"
+    REBUILT = "the backward rebuilds it"
+
+
+class SaveState(str, enum.Enum):
+    """Whether an op's forward saved its slot."""
+
+    SAVED = "saved"
+    RECOMPUTED = "recomputed"
+    NOT_SAVED = "not saved"
+
+
+@dataclass(frozen=True)
+class SavedSlot:
+    """What one forward of one op saved.
+
+    Attributes:
+        name: the slot's name where the op's path knows its place in a window, else ``None``.
+        state: whether the op's input was saved, will be recomputed, or is not needed.
+        buffers: the tensors that hold the slot, quantized storages taken apart (data and scales).
+        exempt: tensors saved beside it that are never offloaded: weights and their quantized copies, split sizes,
+            offsets, router scales.
+    """
+
+    name: SlotName | None
+    state: SaveState
+    buffers: tuple[torch.Tensor, ...]
+    exempt: tuple[torch.Tensor, ...]
+
+
+class SlotObserver(Protocol):
+    """Someone who wants to know which saved tensors are which slot: an offload session."""
+
+    def slot_saved(self, op: torch.nn.Module, saved: SavedSlot) -> None:
+        """Called in the forward of ``op``, before its tensors reach the saved-tensor hooks."""
