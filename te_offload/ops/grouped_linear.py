@@ -56,7 +56,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
                 which reads them on the host anyway; the grouped path never reads them and cannot see it.
         """
         extra_inputs = kwargs["basic_op_extra_inputs"][0]
-        if input_.device.type == "cpu":
+        if self.computes_on_cpu(input_):
             result = self._cpu_forward(basic_op_ctxs, input_, **kwargs)
         else:
             self._check_splits_where_read(input_, extra_inputs[0])
@@ -68,7 +68,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         self, basic_op_ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """The `te.ops` backward."""
-        if grad_output.device.type == "cpu":
+        if self.computes_on_cpu(grad_output):
             return self._cpu_backward(basic_op_ctxs[0], grad_output)
         result: tuple[torch.Tensor | None, Any, Any] = super().fuser_backward(basic_op_ctxs, grad_output, **kwargs)
         return result

@@ -30,7 +30,7 @@ class _ScaledActivation(SlotOwner):
             ArgumentError: router scales of a wrong shape, dtype or device.
         """
         self._check_scales(input_, kwargs["basic_op_extra_inputs"][0][0])
-        if input_.device.type == "cpu" and te_adapter.quantization_enabled():
+        if self.computes_on_cpu(input_) and te_adapter.quantization_enabled():
             raise UnsupportedError(
                 f"{type(self).__name__}: te.autocast quantizes on a GPU, but the input is on the CPU."
             )
@@ -42,7 +42,7 @@ class _ScaledActivation(SlotOwner):
         self, basic_op_ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """The `te.ops` backward."""
-        if grad_output.device.type == "cpu":
+        if self.computes_on_cpu(grad_output):
             te_adapter.keep_after_backward(basic_op_ctxs[0].saved_tensors[0])
         result: tuple[torch.Tensor | None, Any, Any] = super().fuser_backward(  # type: ignore[misc]
             basic_op_ctxs, grad_output, **kwargs
@@ -83,7 +83,7 @@ class ScaledSReLU(_ScaledActivation, te.ops.ScaledSReLU):
         self._init_slot_owner(no_offload_activation)
 
     def _scaled_unary_forward(self, input_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        if input_.device.type != "cpu":
+        if not self.computes_on_cpu(input_):
             kernel: torch.Tensor = super()._scaled_unary_forward(input_, scales)
             return kernel
         return arithmetic.scaled_srelu(input_, scales)
@@ -91,7 +91,7 @@ class ScaledSReLU(_ScaledActivation, te.ops.ScaledSReLU):
     def _scaled_unary_backward(
         self, grad_output: torch.Tensor, input_: torch.Tensor, scales: torch.Tensor, *, compute_scale_grad: bool
     ) -> Pair:
-        if input_.device.type != "cpu":
+        if not self.computes_on_cpu(input_):
             kernel: Pair = super()._scaled_unary_backward(
                 grad_output, input_, scales, compute_scale_grad=compute_scale_grad
             )
@@ -124,7 +124,7 @@ class _ScaledGLU(_ScaledActivation):
         raise NotImplementedError(f"{type(self).__name__} must say which gate it computes")
 
     def _scaled_glu_forward(self, input_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        if input_.device.type != "cpu":
+        if not self.computes_on_cpu(input_):
             kernel: torch.Tensor = super()._scaled_glu_forward(input_, scales)  # type: ignore[misc]
             return kernel
         return arithmetic.scaled_glu(input_, scales, self._gate(), self.glu_interleave_size)
@@ -132,7 +132,7 @@ class _ScaledGLU(_ScaledActivation):
     def _scaled_glu_backward(
         self, grad_output: torch.Tensor, input_: torch.Tensor, scales: torch.Tensor, *, compute_scale_grad: bool
     ) -> Pair:
-        if input_.device.type != "cpu":
+        if not self.computes_on_cpu(input_):
             kernel: Pair = super()._scaled_glu_backward(  # type: ignore[misc]
                 grad_output, input_, scales, compute_scale_grad=compute_scale_grad
             )

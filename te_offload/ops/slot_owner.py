@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from te_offload.errors import ArgumentTypeError
 from te_offload.ops import te_adapter
 from te_offload.slots import SavedSlot, SlotObserver
@@ -28,6 +30,11 @@ class SlotOwner:
                 f"{no_offload_activation!r} ({type(no_offload_activation).__name__})."
             )
         self.no_offload_activation = no_offload_activation
+
+    @staticmethod
+    def computes_on_cpu(tensor: torch.Tensor) -> bool:
+        """Whether `arithmetic` computes for a tensor instead of Transformer Engine's kernels: it is on the CPU."""
+        return tensor.device.type == "cpu"
 
     def observe_slot(self, observer: SlotObserver | None) -> None:
         """Tell ``observer`` about the slot of every later forward; ``None`` ends it."""

@@ -123,6 +123,7 @@ def require_supported_release(version: str | None = None) -> Release:
 
 Saved = Any  # torch.Tensor | QuantizedTensorStorage | GroupedTensorStorage | None: what a context's to_save may hold
 _STORAGES = (QuantizedTensorStorage, GroupedTensorStorage)
+_METADATA_DTYPES = (torch.int32, torch.int64)
 
 
 def buffers_of(*entries: Saved) -> tuple[torch.Tensor, ...]:
@@ -169,9 +170,11 @@ def _num_weights(linear: Any) -> int:
 
 
 def _slot(name: SlotName | None, entries: Sequence[Saved], exempt: Sequence[Saved], *, absent: SaveState) -> SavedSlot:
-    buffers = buffers_of(*entries)
+    parts = buffers_of(*entries)
+    metadata = tuple(part for part in parts if part.dtype in _METADATA_DTYPES)  # first_dims, offsets of grouped storages
+    buffers = tuple(part for part in parts if part.dtype not in _METADATA_DTYPES)
     state = SaveState.SAVED if any(entry is not None for entry in entries) else absent
-    return SavedSlot(name, state, buffers, buffers_of(*exempt))
+    return SavedSlot(name, state, buffers, (*buffers_of(*exempt), *metadata))
 
 
 def read_grouped_linear(op: Any, ctx: OperationContext) -> SavedSlot | None:

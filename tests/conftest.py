@@ -1,0 +1,58 @@
+"""Levels, markers and the report's header.
+
+Level 0 (the default) runs anywhere in minutes. Level 1 is everything: GPU tests too; what cannot run here is skipped
+with its reason, and all reasons are listed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_offload.ops import te_adapter
+
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--level", type=int, choices=(0, 1), default=0, help="0: runs anywhere in minutes; 1: everything")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = [
+        f"level {config.getoption('--level')}, commit {commit()}",
+        f"torch {torch.__version__}, Transformer Engine {te_adapter.installed_version()}",
+    ]
+    if torch.cuda.is_available():
+        number = te_adapter.cublaslt_version()
+        lines.append(f"{torch.cuda.get_device_name()}, cuBLASLt {number // 10000}.{number // 100 % 100}")
+    return lines
+
+
+def commit() -> str:
+    """The commit under test: from git, or from TE_OFFLOAD_COMMIT where the sources travel without their history."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return os.environ.get("TE_OFFLOAD_COMMIT") or git.stdout.strip() or "unknown"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    level = config.getoption("--level")
+    for item in items:
+        for marker in ("gpu", "slow"):
+            if level == 0 and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"level 1 ({marker}); run with --level 1"))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none here"))
+
+
+@pytest.fixture(autouse=True)
+def no_hook_left() -> Iterator[None]:
+    """Every test leaves autograd's stack of saved-tensor hooks as it found it."""
+    before = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) == before, "a saved-tensor hook was left behind"

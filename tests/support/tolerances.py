@@ -1,0 +1,23 @@
+"""The one table of tolerances against FP64 references: relative to the reference's largest magnitude, by dtype."""
+
+from __future__ import annotations
+
+import torch
+
+TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 2.5e-2,
+}
+
+
+def assert_close_to_fp64(value: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    """``value``, computed in ``dtype``, is within the table's tolerance of an FP64 reference."""
+    assert reference.dtype == torch.float64
+    assert value.shape == reference.shape, f"{name}: {tuple(value.shape)} is not {tuple(reference.shape)}"
+    if value.numel() == 0:
+        return
+    error = (value.detach().double().cpu() - reference.detach().cpu()).abs().max().item()
+    bound = TOLERANCES[dtype] * max(reference.abs().max().item(), 1e-3)
+    assert error <= bound, f"{name}: off by {error:.3e}, allowed {bound:.3e}"
