@@ -56,6 +56,7 @@ class Reason(str, enum.Enum):
     NOT_PLAIN = "not a dense tensor"
     IN_BACKWARD = "saved in a backward"
     FOREIGN_HOOK = "another hook takes it"
+    GRAPH_GONE = "its graph is gone"
     DISABLED = "session disabled"
     FROZEN = "no gradient needs it"
     REBUILT = "the backward rebuilds it"

@@ -1,4 +1,4 @@
-"""The session's hold on one layer: two forward hooks, and a place where its ops tell of their slots.
+"""The session's hold on one layer: forward hooks, and a place where its ops tell of their slots.
 
 In: a layer and the ops inside it that own slots. Out: calls to the session. Keeps true: a copy of the layer (deepcopy,
 pickle) is not attached; a layer has at most one attachment. Does not: keep state of a step.
@@ -6,13 +6,15 @@ pickle) is not attached; a layer has at most one attachment. Does not: keep stat
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_offload.errors import ArgumentError
+from te_offload.errors import ArgumentError, BackwardTwiceError
+from te_offload.ops import te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import SavedSlot, SlotName
 
@@ -47,6 +49,28 @@ class _ForwardHook:
 
 def _inert_hook(before: bool) -> _ForwardHook:
     return _ForwardHook(None, before=before)
+
+
+class _OnceOnly:
+    """A forward hook on what runs te.ops: names the error of a second backward, which te.ops cannot run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        node = first.grad_fn if isinstance(first, torch.Tensor) else None
+        if node is not None and te_adapter.holds_saved_tensors(node) is not None:
+            node.register_prehook(functools.partial(_check_first_backward, self._name, weakref.ref(node)))
+
+
+def _check_first_backward(name: str, node_ref: weakref.ref[Any], grads: Any) -> None:
+    node = node_ref()
+    if node is not None and te_adapter.holds_saved_tensors(node) is False:
+        raise BackwardTwiceError(
+            f"{name}: a second backward over one forward. te.ops cannot run it: Transformer Engine frees what it saved. "
+            "Run the forward again instead of retain_graph=True."
+        )
 
 
 class Attachment:
@@ -84,6 +108,10 @@ class Attachment:
         ]
         for _, op, _ in owners:
             op.observe_slot(self)
+        for part_name, part in module.named_modules():
+            if id(part) in self._owners or any(id(child) in self._owners for child in part.children()):
+                where = f"{name}/{part_name}" if part_name else name
+                self._handles.append(part.register_forward_hook(_OnceOnly(where)))
 
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot) -> None:
         """See `SlotObserver.slot_saved`."""
@@ -94,7 +122,7 @@ class Attachment:
             visit.slot_saved(op_name, slot, owner.no_offload_activation, saved)
 
     def detach(self) -> None:
-        """Take both hooks off the layer, and the observer off its ops. Idempotent."""
+        """Take the hooks off the layer, and the observer off its ops. Idempotent."""
         for handle in self._handles:
             handle.remove()
         for _, op, _ in self._owners.values():

@@ -32,12 +32,21 @@ class ViewSpec:
         return cls(tensor.dtype, int(offset), tuple(tensor.shape), tuple(tensor.stride()))
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the view reads no byte."""
+        return 0 in self.size
+
+    @property
     def end(self) -> int:
         """One past the last byte that the view reads; the offset itself for an empty view."""
-        if 0 in self.size:
+        if self.is_empty:
             return self.offset
         last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
         return self.offset + (last + 1) * self.dtype.itemsize
+
+    def over_nothing(self, device: torch.device) -> torch.Tensor:
+        """An empty view again, over no memory: the original would keep a whole storage alive for no byte."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
     def over(self, memory: torch.Tensor, start: int) -> torch.Tensor:
         """The view over ``memory`` (uint8, one dimension), whose first byte stands for byte ``start`` of the storage."""
@@ -70,7 +79,7 @@ def merge(specs: Iterable[ViewSpec]) -> list[Interval]:
     """Disjoint intervals that cover views of one storage, in order; empty views need none."""
     merged: list[Interval] = []
     for spec in sorted(specs, key=lambda spec: spec.offset):
-        if spec.end == spec.offset:
+        if spec.is_empty:
             continue
         start = spec.offset // ALIGNMENT * ALIGNMENT
         if merged and start <= merged[-1].end:
@@ -82,7 +91,9 @@ def merge(specs: Iterable[ViewSpec]) -> list[Interval]:
 
 def covering(intervals: Sequence[Interval], spec: ViewSpec) -> Interval | None:
     """The interval that holds a view; ``None`` for an empty view."""
-    return next((i for i in intervals if i.start <= spec.offset and spec.end <= i.end and i.nbytes), None)
+    if spec.is_empty:
+        return None
+    return next(interval for interval in intervals if interval.start <= spec.offset and spec.end <= interval.end)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

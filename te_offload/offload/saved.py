@@ -105,7 +105,9 @@ class Saved:
                 self.tensor = None
             return tensor
         chunk, spec = self.chunk, self.spec
-        assert chunk is not None and spec is not None
+        assert spec is not None
+        if chunk is None:
+            return spec.over_nothing(self._mover.device)
         if chunk.residence is Residence.RELEASED:
             raise StepEndedError(
                 f"{self.entry.name} was offloaded in a step that has ended, or its session was closed, so its bytes are "
@@ -118,9 +120,10 @@ class Saved:
         self._mover.hand_over(chunk, first=first)
         return tensor
 
-    def go_with(self, chunk: Chunk) -> None:
-        """From now on the bytes are the chunk's; the handle no longer holds the tensor."""
-        chunk.versions.append((self.held, self._version))
+    def go_with(self, chunk: Chunk | None) -> None:
+        """From now on the bytes are the chunk's (``None``: there are none); the handle no longer holds the tensor."""
+        if chunk is not None:
+            chunk.versions.append((self.held, self._version))
         self.chunk, self.tensor = chunk, None
 
     def _check_version(self, modified: bool) -> None:

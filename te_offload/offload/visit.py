@@ -88,7 +88,7 @@ class LayerVisit:
             recomputed = saved.state is SaveState.RECOMPUTED
             entry.fate = Fate.RECOMPUTED if recomputed else Fate.NOT_SAVED
             entry.reason = Reason.REBUILT if recomputed else Reason.FROZEN
-        elif self._stays is not Reason.NONE:
+        else:
             entry.reason = self._stays
             entry.nbytes = sum(buffer.numel() * buffer.element_size() for buffer in saved.buffers)
             entry.tensors = len(saved.buffers)
@@ -164,6 +164,8 @@ class LayerVisit:
         owned = _storages_of(self._module)
         for entry in self._entries:
             live = handles[id(entry)]
+            if not live and entry.reason is Reason.NONE:  # saved, but not here; or not needed any more
+                entry.reason = Reason.GRAPH_GONE if entry.handles else Reason.FOREIGN_HOOK
             if live:
                 entry.tensors = len(live)
                 entry.nbytes = _nbytes(live)
@@ -222,9 +224,8 @@ class LayerVisit:
         for chunk in self.chunks:
             self._mover.count(chunk)
         self._mover.note(f"{self.layer} saved")
-        del by_storage, users, storage
-        while leaving:
-            self._mover.send_out(*leaving.pop(0))
+        for chunk, storage in leaving:
+            self._mover.send_out(chunk, storage)
             self._mover.settle()
 
     def _connect(self, users: Iterable[Saved], chunks: dict[Interval, Chunk], goes: bool) -> None:
@@ -233,7 +234,9 @@ class LayerVisit:
             assert handle.spec is not None
             interval = covering(list(chunks), handle.spec)
             if interval is None:
-                continue  # an empty view: the handle keeps it
+                if goes:
+                    handle.go_with(None)
+                continue
             chunk = chunks[interval]
             chunk.alive += 1
             chunk.untaken += 1

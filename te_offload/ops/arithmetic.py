@@ -44,6 +44,7 @@ def grouped_dgrad(dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], 
         dx.copy_(dy @ weight)
 
 
+@torch.no_grad()
 def grouped_wgrad(
     xs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], *, accumulate: bool
 ) -> None:
@@ -89,6 +90,22 @@ def scaled_dsrelu(dy: torch.Tensor, x: torch.Tensor, scales: torch.Tensor, *, ne
     relu, grad = torch.relu(_wide(x)), _wide(dy)
     dscales = (relu.square() * grad).sum(-1).to(scales.dtype) if need_scales else None
     return (grad * _wide(scales).unsqueeze(-1) * 2 * relu).to(x.dtype), dscales
+
+
+def scaled_tanh_srelu(x: torch.Tensor, scales: torch.Tensor, clamp: float) -> torch.Tensor:
+    """``(s * tanh(relu(x) / s))^2 * scale`` with ``s = clamp``; `ScaledTanhSReLU` of Transformer Engine."""
+    soft = clamp * torch.tanh(torch.relu(_wide(x)) / clamp)
+    return (soft.square() * _wide(scales).unsqueeze(-1)).to(x.dtype)
+
+
+def scaled_dtanh_srelu(
+    dy: torch.Tensor, x: torch.Tensor, scales: torch.Tensor, clamp: float, *, need_scales: bool
+) -> Pair:
+    """Gradients of `scaled_tanh_srelu` by input and by scale."""
+    tanh, grad = torch.tanh(torch.relu(_wide(x)) / clamp), _wide(dy)
+    soft = clamp * tanh
+    dscales = (soft.square() * grad).sum(-1).to(scales.dtype) if need_scales else None
+    return (grad * _wide(scales).unsqueeze(-1) * (2 * soft * (1 - tanh.square()))).to(x.dtype), dscales
 
 
 # Gated activations: y = gate(a) * linear(b) * scale

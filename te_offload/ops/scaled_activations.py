@@ -100,7 +100,7 @@ class ScaledSReLU(_ScaledActivation, te.ops.ScaledSReLU):
 
 
 class ScaledTanhSReLU(_ScaledActivation, te.ops.ScaledTanhSReLU):
-    """``te.ops.ScaledTanhSReLU`` plus ``no_offload_activation``; its arithmetic is plain torch on every device.
+    """``te.ops.ScaledTanhSReLU`` plus ``no_offload_activation``: squared ReLU behind a tanh clamp, scaled by row.
 
     Args:
         no_offload_activation: keep this op's input (slot ``act_input``) on the GPU. The rest is as in ``te.ops``.
@@ -113,6 +113,23 @@ class ScaledTanhSReLU(_ScaledActivation, te.ops.ScaledTanhSReLU):
     def __init__(self, *, tanh_clamp_scale: float, no_offload_activation: bool = False, **kwargs: Any) -> None:
         super().__init__(tanh_clamp_scale=tanh_clamp_scale, **kwargs)
         self._init_slot_owner(no_offload_activation)
+
+    def _scaled_unary_forward(self, input_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        if not self.computes_on_cpu(input_):
+            there: torch.Tensor = super()._scaled_unary_forward(input_, scales)
+            return there
+        return arithmetic.scaled_tanh_srelu(input_, scales, self.tanh_clamp_scale)
+
+    def _scaled_unary_backward(
+        self, grad_output: torch.Tensor, input_: torch.Tensor, scales: torch.Tensor, *, compute_scale_grad: bool
+    ) -> Pair:
+        if not self.computes_on_cpu(input_):
+            there: Pair = super()._scaled_unary_backward(
+                grad_output, input_, scales, compute_scale_grad=compute_scale_grad
+            )
+            return there
+        clamp = self.tanh_clamp_scale
+        return arithmetic.scaled_dtanh_srelu(grad_output, input_, scales, clamp, need_scales=compute_scale_grad)
 
 
 class _ScaledGLU(_ScaledActivation):

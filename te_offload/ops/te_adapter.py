@@ -171,7 +171,9 @@ def _num_weights(linear: Any) -> int:
 
 def _slot(name: SlotName | None, entries: Sequence[Saved], exempt: Sequence[Saved], *, absent: SaveState) -> SavedSlot:
     parts = buffers_of(*entries)
-    metadata = tuple(part for part in parts if part.dtype in _METADATA_DTYPES)  # first_dims, offsets of grouped storages
+    metadata = tuple(
+        part for part in parts if part.dtype in _METADATA_DTYPES
+    )  # first_dims, offsets of grouped storages
     buffers = tuple(part for part in parts if part.dtype not in _METADATA_DTYPES)
     state = SaveState.SAVED if any(entry is not None for entry in entries) else absent
     return SavedSlot(name, state, buffers, (*buffers_of(*exempt), *metadata))
@@ -318,6 +320,11 @@ def keep_after_backward(*tensors: torch.Tensor | None) -> None:
 
 
 # Quantization, gradients, fusion -------------------------------------------------------------------------------------
+
+
+def holds_saved_tensors(node: Any) -> bool | None:
+    """Whether a node of te.ops in the autograd graph can still run its backward; ``None`` for a node of others."""
+    return node.tensor_objects is not None if hasattr(node, "tensor_objects") else None
 
 
 def quantization_enabled() -> bool:

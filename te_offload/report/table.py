@@ -22,11 +22,11 @@ _COLOURS = {Fate.OFFLOADED: "green", Fate.KEPT: "yellow", Fate.RECOMPUTED: "cyan
 def slot_table(step: StepRecord) -> Table:
     """The slots of a step: bytes, fate, reason."""
     table = Table(title=f"Slots of step {step.index}", title_justify="left")
-    table.add_column("slot", overflow="fold")
+    table.add_column("slot", no_wrap=True)
     table.add_column("forward", justify="right", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("tensors", justify="right", no_wrap=True)
-    table.add_column("fate: reason", overflow="fold")
+    table.add_column("fate: reason", overflow="fold", min_width=10)
     for row in step.slots:
         fate = f"{row.fate.value}: {row.reason.value}" if row.reason.value else row.fate.value
         size = format_bytes(row.nbytes)

@@ -51,7 +51,9 @@ def test_window_with_one_op_of_ours_gets_our_fused_op_and_its_mark(monkeypatch: 
     linear: dict[str, Any] = {"bias": False, "device": "cpu", "dtype": torch.bfloat16}
     activation = ops.ScaledSReLU(no_offload_activation=True)
     module = te.ops.Sequential(
-        te.ops.GroupedLinear(EXPERTS, HIDDEN, FFN, **linear), activation, te.ops.GroupedLinear(EXPERTS, FFN, HIDDEN, **linear)
+        te.ops.GroupedLinear(EXPERTS, HIDDEN, FFN, **linear),
+        activation,
+        te.ops.GroupedLinear(EXPERTS, FFN, HIDDEN, **linear),
     )
     with OffloadSession(module, min_bytes=0) as session, session.step():
         step(module)

@@ -58,7 +58,9 @@ def marked(tensors: tuple[torch.Tensor, ...]) -> set[bool]:
 
 @PATHS
 @FORMATS
-def test_offloading_changes_no_bit_and_moves_every_slot(monkeypatch: pytest.MonkeyPatch, grouped: bool, fp8: bool) -> None:
+def test_offloading_changes_no_bit_and_moves_every_slot(
+    monkeypatch: pytest.MonkeyPatch, grouped: bool, fp8: bool
+) -> None:
     te_on_cpu.unfused(monkeypatch, grouped=grouped)
     expected = step(mlp(), fp8)
     module = mlp()
@@ -74,7 +76,9 @@ def test_offloading_changes_no_bit_and_moves_every_slot(monkeypatch: pytest.Monk
 
 @PATHS
 @FORMATS
-def test_bytes_of_each_slot_are_those_computed_by_hand(monkeypatch: pytest.MonkeyPatch, grouped: bool, fp8: bool) -> None:
+def test_bytes_of_each_slot_are_those_computed_by_hand(
+    monkeypatch: pytest.MonkeyPatch, grouped: bool, fp8: bool
+) -> None:
     te_on_cpu.unfused(monkeypatch, grouped=grouped)
     module = mlp()
     with OffloadSession(module, min_bytes=0) as session, session.step():
@@ -175,6 +179,6 @@ def test_unknown_layout_is_an_error_before_anything_is_offloaded(
     monkeypatch.setattr(OperationContext, "save_for_backward", save_otherwise)
     module = mlp()
     with OffloadSession(module, min_bytes=0) as session:
-        with pytest.raises(UnknownLayoutError, match="GroupedLinear of Transformer Engine 2.20"), session.step():
+        with pytest.raises(UnknownLayoutError, match=r"GroupedLinear of Transformer Engine 2\.20"), session.step():
             step(module, fp8=False)
         assert session.records[-1].bytes_out == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,13 @@ import transformer_engine.pytorch as te
 
 from te_offload import ops
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "srelu": lambda **kw: ops.ScaledSReLU(**kw),
     "tanh-srelu": lambda **kw: ops.ScaledTanhSReLU(tanh_clamp_scale=2.0, **kw),
     "swiglu": lambda **kw: ops.ScaledSwiGLU(**kw),
     "swiglu-interleaved": lambda **kw: ops.ScaledSwiGLU(8, **kw),
-    "clamped-qgeglu": lambda **kw: ops.ScaledClampedQGeGLU(limit=0.75, **kw),
+    "clamped-qgeglu": lambda **kw: ops.ScaledClampedQGeGLU(**kw),
+    "tight-clamped-qgeglu": lambda **kw: ops.ScaledClampedQGeGLU(limit=0.75, **kw),
     "situ-glu": lambda **kw: ops.ScaledSiTUGLU(**kw),
 }
 
@@ -41,9 +42,13 @@ def make_mlp(
     linear = {"bias": False, "device": device, "dtype": dtype} | linear
     wide = ffn * (2 if is_glu(activation) else 1)
     return te.ops.Sequential(
-        ops.GroupedLinear(experts, hidden, wide, no_offload_activation="fc1_input" in keep, **(linear | dict(fc1 or {}))),
+        ops.GroupedLinear(
+            experts, hidden, wide, no_offload_activation="fc1_input" in keep, **(linear | dict(fc1 or {}))
+        ),
         ACTIVATIONS[activation](no_offload_activation="act_input" in keep),
-        ops.GroupedLinear(experts, ffn, hidden, no_offload_activation="fc2_input" in keep, **(linear | dict(fc2 or {}))),
+        ops.GroupedLinear(
+            experts, ffn, hidden, no_offload_activation="fc2_input" in keep, **(linear | dict(fc2 or {}))
+        ),
     )
 
 
@@ -55,7 +60,7 @@ def seeded(shape: Sequence[int], seed: int, *, device: str = "cpu", dtype: torch
 def make_inputs(
     splits: Sequence[int], hidden: int = 16, *, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x (T, hidden), split sizes, router scales (T,); x and scales need gradients."""
+    """The input (T, hidden), split sizes, router scales (T,); x and scales need gradients."""
     tokens = sum(splits)
     x = seeded((tokens, hidden), seed, device=device, dtype=dtype).requires_grad_()
     scales = torch.rand(tokens, generator=torch.Generator().manual_seed(seed + 1)).to(device=device, dtype=dtype)
@@ -69,7 +74,9 @@ def gradients(module: torch.nn.Module, *inputs: torch.Tensor) -> dict[str, torch
     return {name: grad.detach().clone() for name, grad in named.items()}
 
 
-def run(module: Any, splits: Sequence[int], *, hidden: int = 16, seed: int = 1, extra: int = 3) -> dict[str, torch.Tensor]:
+def run(
+    module: Any, splits: Sequence[int], *, hidden: int = 16, seed: int = 1, extra: int = 3
+) -> dict[str, torch.Tensor]:
     """One forward and backward of a grouped MLP; output and every gradient by name."""
     parameter = next(module.parameters())
     x, sizes, scales = make_inputs(splits, hidden, device=str(parameter.device), dtype=parameter.dtype, seed=seed)
@@ -89,4 +96,6 @@ def assert_same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.
         if a.numel() == 0:
             continue
         different = (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).flatten().nonzero()
-        assert not len(different), f"{name}: {len(different)} of {a.nbytes} bytes differ, the first at {int(different[0])}"
+        assert not len(different), (
+            f"{name}: {len(different)} of {a.nbytes} bytes differ, the first at {int(different[0])}"
+        )

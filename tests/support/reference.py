@@ -22,9 +22,10 @@ def activate(name: str, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
             a, b = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
         if name.startswith("swiglu"):
             y = functional.silu(a) * b
-        elif name == "clamped-qgeglu":
-            a = torch.minimum(a, torch.full_like(a, 0.75))
-            y = a * torch.sigmoid(1.702 * a) * (b.clamp(-0.75, 0.75) + 1.0)
+        elif name.endswith("clamped-qgeglu"):
+            limit = 0.75 if name.startswith("tight") else 7.0
+            a = torch.minimum(a, torch.full_like(a, limit))
+            y = a * torch.sigmoid(1.702 * a) * (b.clamp(-limit, limit) + 1.0)
         else:
             y = 4.0 * torch.tanh(a / 4.0) * torch.sigmoid(a) * 25.0 * torch.tanh(b / 25.0)
     return y * scales[:, None]

@@ -158,7 +158,9 @@ def grouped_gemm(a: Any, b: Any, out: Any, layout: str = "TN", accumulate: bool 
         target.add_(product) if accumulate else target.copy_(product)
 
 
-def splits_to_offsets(split_sizes: Any, device: Any, strides: Any, include_leading_zero: Any, dtypes: Any, **_: Any) -> Any:
+def splits_to_offsets(
+    split_sizes: Any, device: Any, strides: Any, include_leading_zero: Any, dtypes: Any, **_: Any
+) -> Any:
     offsets = []
     for stride, leading, dtype in zip(strides, include_leading_zero, dtypes, strict=True):
         total = torch.cumsum(split_sizes * stride, 0)
@@ -173,7 +175,9 @@ def unfused(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
     monkeypatch.setattr(te_grouped_linear, "is_op_fuser_grouped_tensor_path_supported", lambda recipe, dtype: grouped)
     monkeypatch.setattr(te_grouped_linear, "general_grouped_gemm", split_gemm)
     monkeypatch.setattr(te_grouped_linear, "general_grouped_gemm_for_grouped_tensor", grouped_gemm)
-    kernels = Tex(splits_to_offsets_multi=splits_to_offsets, split_quantize=split_quantize, group_quantize=group_quantize)
+    kernels = Tex(
+        splits_to_offsets_multi=splits_to_offsets, split_quantize=split_quantize, group_quantize=group_quantize
+    )
     monkeypatch.setattr(te_grouped_linear, "tex", kernels)
     srelu = Tex(
         scaled_srelu=lambda x, scales, _: arithmetic.scaled_srelu(x, scales),
@@ -214,7 +218,7 @@ def mxfp8_quantize(quantizer: Any, x: torch.Tensor) -> MXFP8TensorStorage:
     buffers = quantizer.alloc_tensors(tuple(x.shape), device="cpu")
     buffers = {name: _bytes(*buffer.shape) for name, buffer in buffers.items()}
     metadata = quantizer.create_metadata(tuple(x.shape), dtype=x.dtype)
-    return MXFP8TensorStorage.__tensor_unflatten__(buffers, metadata, tuple(x.shape), None)  # type: ignore[no-any-return]
+    return MXFP8TensorStorage.__tensor_unflatten__(buffers, metadata, tuple(x.shape), None)
 
 
 def mxfp8_group_quantize(x: torch.Tensor, quantizer: Any, num: int, first_dims: Any, tensor_offsets: Any = None) -> Any:
@@ -276,9 +280,15 @@ def _fill_zero(name: str) -> Callable[..., None]:
 def fused(monkeypatch: pytest.MonkeyPatch, *, rebuilds_fc2_input: bool = False) -> None:
     """Make the Blackwell fused op selectable here, with its kernels replaced."""
     unfused(monkeypatch, grouped=True)
-    monkeypatch.setattr(te_grouped_linear, "tex", Tex(splits_to_offsets_multi=splits_to_offsets, group_quantize=mxfp8_group_quantize))
+    monkeypatch.setattr(
+        te_grouped_linear, "tex", Tex(splits_to_offsets_multi=splits_to_offsets, group_quantize=mxfp8_group_quantize)
+    )
     packed = SimpleNamespace(
-        swizzle_scales_and_pack_ptrs_for_discrete_weights=lambda d, s, m, device: (torch.zeros(len(d)), torch.zeros(len(d)), None)
+        swizzle_scales_and_pack_ptrs_for_discrete_weights=lambda d, s, m, device: (
+            torch.zeros(len(d)),
+            torch.zeros(len(d)),
+            None,
+        )
     )
     kernels = Tex(
         splits_to_offsets_multi=splits_to_offsets,
@@ -303,4 +313,6 @@ def fused(monkeypatch: pytest.MonkeyPatch, *, rebuilds_fc2_input: bool = False) 
     monkeypatch.setattr(te_grouped_mlp, "_grouped_gemm_dsrelu_backward_supported", lambda: rebuilds_fc2_input)
     monkeypatch.setattr(te_grouped_mlp, "_nvidia_cudnn_frontend_supports_wgrad", lambda: True)
     monkeypatch.setattr(te_grouped_mlp, "_cudnn_frontend_supports_grouped_gemm_srelu_tanh", lambda: False)
-    monkeypatch.setattr(OperationFuser, "forward_backward_fusion_functions", list(OperationFuser.forward_backward_fusion_functions))
+    monkeypatch.setattr(
+        OperationFuser, "forward_backward_fusion_functions", list(OperationFuser.forward_backward_fusion_functions)
+    )

@@ -1,0 +1,47 @@
+"""`te-offload doctor`: a reason for each no."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from te_offload.cli import app, main
+from te_offload.ops import te_adapter
+
+
+def doctor(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    return result.exit_code, result.output
+
+
+def test_doctor_says_yes_to_what_runs_here() -> None:
+    status, text = doctor("--json")
+    findings = {row["what"]: row for row in json.loads(text)["findings"]}
+    assert status == 0
+    assert findings["Transformer Engine"]["ok"]
+    assert findings["ops and sessions on the CPU"]["ok"]
+
+
+def test_every_no_has_a_reason() -> None:
+    _, text = doctor("--json")
+    for row in json.loads(text)["findings"]:
+        assert row["ok"] or len(row["detail"]) > 5, row
+
+
+def test_unsupported_release_is_status_1_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_adapter, "installed_version", lambda: "2.17.1")
+    status, text = doctor()
+    assert status == 1
+    assert "2.17.1 is not supported" in " ".join(text.split())
+
+
+def test_error_of_ours_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["te-offload", "demo", "--no-offload", "weights"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "te-offload: --no-offload: 'weights' is no slot" in capsys.readouterr().err

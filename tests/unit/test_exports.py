@@ -1,0 +1,39 @@
+"""Public names and the errors' tree are what the docs say."""
+
+from __future__ import annotations
+
+import inspect
+
+import te_offload
+from te_offload import errors
+
+
+def test_public_names() -> None:
+    assert sorted(te_offload.__all__) == [
+        "Fate",
+        "OffloadSession",
+        "Reason",
+        "Residency",
+        "SlotName",
+        "SlotRecord",
+        "StepRecord",
+        "errors",
+        "fused",
+        "ops",
+    ]
+    assert all(hasattr(te_offload, name) for name in te_offload.__all__)
+
+
+def test_every_error_is_an_offload_error_and_stands_in_the_tree() -> None:
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
+    assert len(kinds) == 11
+    for kind in kinds:
+        assert issubclass(kind, errors.OffloadError)
+        assert kind.__name__ in (errors.__doc__ or "")
+
+
+def test_errors_are_the_built_in_kinds_that_callers_expect() -> None:
+    assert issubclass(errors.ArgumentError, ValueError)
+    assert issubclass(errors.ArgumentTypeError, TypeError)
+    assert issubclass(errors.StateError, RuntimeError)
+    assert issubclass(errors.UnsupportedError, RuntimeError)
