@@ -1,0 +1,66 @@
+"""The two unfused paths of GroupedLinear on a GPU, and how to ask for each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+import transformer_engine.pytorch.ops.basic.grouped_linear as te_grouped_linear
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from te_offload.ops import te_adapter
+from tests.support.mlp import run
+
+PATHS = pytest.mark.parametrize("path", ["split", "grouped"])
+FORMATS = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8-current"])
+EXPERTS, HIDDEN, FFN = 4, 256, 512
+SPLITS = {
+    "even": (128, 128, 128, 128),
+    "ragged": (16, 304, 48, 144),
+    "empty-expert": (0, 352, 160, 0),
+    "one-expert": (0, 512, 0, 0),
+}
+
+
+def choose_path(monkeypatch: pytest.MonkeyPatch, path: str, fp8: bool) -> None:
+    """Make GroupedLinear take a path; skips with the reason where Transformer Engine has it not."""
+    recipe = Float8CurrentScaling() if fp8 else None
+    if path == "split":
+        monkeypatch.setattr(te_grouped_linear, "is_op_fuser_grouped_tensor_path_supported", lambda recipe, dtype: False)
+    elif not te_adapter.grouped_path_supported(recipe, torch.bfloat16):
+        number = te_adapter.cublaslt_version()
+        needed = "13.5" if fp8 else "13.4"
+        pytest.skip(
+            f"the grouped path in {'FP8' if fp8 else 'bf16'} needs cuBLASLt {needed} on Hopper; "
+            f"here it is {number // 10000}.{number // 100 % 100}"
+        )
+
+
+def autocast(fp8: bool) -> contextlib.AbstractContextManager[Any]:
+    context: contextlib.AbstractContextManager[Any] = (
+        te.autocast(enabled=True, recipe=Float8CurrentScaling()) if fp8 else contextlib.nullcontext()
+    )
+    return context
+
+
+def step(module: Any, splits: tuple[int, ...], fp8: bool, **arguments: Any) -> dict[str, torch.Tensor]:
+    """One forward and backward under the recipe; output and gradients."""
+    with autocast(fp8):
+        return run(module, splits, hidden=HIDDEN, **arguments)
+
+
+def slot_bytes(tokens: int, fp8: bool, hidden: int = HIDDEN, ffn: int = FFN, experts: int = EXPERTS) -> dict[str, int]:
+    """Bytes of each slot by hand: FP8 inputs have a byte a number and one fp32 scale an expert; act_input is bf16."""
+    width, scales = (1, 4 * experts) if fp8 else (2, 0)
+    return {
+        "fc1_input": tokens * hidden * width + scales,
+        "act_input": tokens * ffn * 2,
+        "fc2_input": tokens * ffn * width + scales,
+    }
+
+
+Maker = Callable[..., Any]
