@@ -67,9 +67,14 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
     def fuser_backward(
         self, basic_op_ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """The `te.ops` backward."""
+        """The `te.ops` backward, also for a gradient that is not contiguous (that of ``y.sum()``, say).
+
+        Transformer Engine 2.20.2 hands such a gradient to its FP8 grouped kernels as it is, and they read past its end.
+        """
         if self.computes_on_cpu(grad_output):
             return self._cpu_backward(basic_op_ctxs[0], grad_output)
+        if not te_adapter.is_grouped_tensor(grad_output):
+            grad_output = grad_output.contiguous()
         result: tuple[torch.Tensor | None, Any, Any] = super().fuser_backward(basic_op_ctxs, grad_output, **kwargs)
         return result
 

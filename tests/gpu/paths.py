@@ -53,9 +53,15 @@ def step(module: Any, splits: tuple[int, ...], fp8: bool, **arguments: Any) -> d
         return run(module, splits, hidden=HIDDEN, **arguments)
 
 
-def slot_bytes(tokens: int, fp8: bool, hidden: int = HIDDEN, ffn: int = FFN, experts: int = EXPERTS) -> dict[str, int]:
-    """Bytes of each slot by hand: FP8 inputs have a byte a number and one fp32 scale an expert; act_input is bf16."""
-    width, scales = (1, 4 * experts) if fp8 else (2, 0)
+def slot_bytes(
+    tokens: int, fp8: bool, path: str, hidden: int = HIDDEN, ffn: int = FFN, experts: int = EXPERTS
+) -> dict[str, int]:
+    """Bytes of each slot by hand; act_input is bf16 in both formats.
+
+    FP8 inputs have a byte a number, and for each expert fp32 numbers: on the split path the inverse scale, on the
+    grouped path the inverse scale, the scale and the amax.
+    """
+    width, scales = (1, (4 if path == "split" else 12) * experts) if fp8 else (2, 0)
     return {
         "fc1_input": tokens * hidden * width + scales,
         "act_input": tokens * ffn * 2,

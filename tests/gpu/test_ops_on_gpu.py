@@ -9,8 +9,8 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload import ops
-from tests.gpu.paths import EXPERTS, FFN, FORMATS, HIDDEN, PATHS, SPLITS, choose_path, step
-from tests.support.mlp import ACTIVATIONS, assert_same_bits, is_glu, make_mlp, seeded
+from tests.gpu.paths import EXPERTS, FFN, FORMATS, HIDDEN, PATHS, SPLITS, autocast, choose_path, step
+from tests.support.mlp import ACTIVATIONS, assert_same_bits, gradients, is_glu, make_inputs, make_mlp, seeded
 from tests.support.reference import activate
 from tests.support.tolerances import assert_close_to_fp64
 
@@ -83,3 +83,22 @@ def test_scales_on_the_cpu_are_refused() -> None:
     x = seeded((8, FFN), 0, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"router scales are on cpu, its input is on cuda:0"):
         ops.ScaledSReLU()(x, torch.ones(8, dtype=torch.bfloat16))
+
+
+@PATHS
+@FORMATS
+def test_gradient_that_is_not_contiguous_gives_the_bits_of_its_contiguous_copy(
+    monkeypatch: pytest.MonkeyPatch, path: str, fp8: bool
+) -> None:
+    choose_path(monkeypatch, path, fp8)
+
+    def grads(dy: Any) -> dict[str, torch.Tensor]:
+        module = mlp()
+        x, sizes, scales = make_inputs(SPLITS["ragged"], HIDDEN, device="cuda", dtype=torch.bfloat16)
+        with autocast(fp8):
+            y = module(x, sizes, scales, sizes)
+        y.backward(dy(y))
+        return gradients(module, x, scales)
+
+    expanded = grads(lambda y: torch.ones((), dtype=y.dtype, device=y.device).expand_as(y))
+    assert_same_bits(grads(torch.ones_like), expanded)

@@ -54,7 +54,7 @@ def test_offloading_changes_no_bit_and_moves_the_bytes_computed_by_hand(
                 found = step(model, splits, fp8)
             assert_same_bits(expected, found)
     record = session.records[-1]
-    by_hand = slot_bytes(sum(splits), fp8)
+    by_hand = slot_bytes(sum(splits), fp8, path)
     for row in record.slots:
         assert row.fate is Fate.OFFLOADED
         assert row.nbytes == by_hand[row.slot.value], row.name
@@ -72,7 +72,7 @@ def test_kept_slot_stays_and_the_others_go(monkeypatch: pytest.MonkeyPatch, path
     model = mlp(keep=[keep])
     with OffloadSession(model, min_bytes=0) as session, session.step():
         assert_same_bits(expected, step(model, splits, fp8))
-    by_hand = slot_bytes(sum(splits), fp8)
+    by_hand = slot_bytes(sum(splits), fp8, path)
     for row in session.records[-1].slots:
         kept = row.slot.value == keep
         assert (row.fate, row.reason) == ((Fate.KEPT, Reason.ASKED) if kept else (Fate.OFFLOADED, Reason.NONE))
@@ -117,7 +117,7 @@ def test_peak_memory_falls_by_the_planned_bytes_less_those_in_flight(
                 if parameter.grad is not None:
                     parameter.grad.zero_()
             with autocast(fp8):
-                model(x, counts, scales, counts).backward(dy)
+                model(x * 1, counts, scales, counts).backward(dy)  # x itself would stay on the device, being ours
 
         for _ in range(2):
             gc.collect()
@@ -138,10 +138,11 @@ def test_peak_memory_falls_by_the_planned_bytes_less_those_in_flight(
     without, _ = peak(None)
     _, recorded = peak(False)
     offloaded, record = peak(True)
-    planned = layers * sum(slot_bytes(sum(splits), fp8, 1024, 2048, 8).values())
+    planned = layers * sum(slot_bytes(sum(splits), fp8, path, 1024, 2048, 8).values())
     assert record.bytes_out == planned == recorded.peak_resident
     expected = planned - record.peak_resident  # what the record says was resident or in flight at the worst moment
     assert expected > planned / 2
+    # Within 5%: offloaded, the worst moment is one layer lower, where a gradient of the hidden width is alive too.
     assert without - offloaded == pytest.approx(expected, abs=0.05 * planned)
 
 
@@ -281,7 +282,7 @@ def test_marks_hold_in_transformer_engines_own_context(
         y = sync(y)
     offloaded = synchronizer.get_offloaded_total_size_mb() * 2**20
     y.sum().backward()
-    by_hand = slot_bytes(tokens, fp8, 1024, 2048, 4)
+    by_hand = slot_bytes(tokens, fp8, path, 1024, 2048, 4)
     planned = sum(size for name, size in by_hand.items() if name not in keep)
     assert offloaded == pytest.approx(planned, abs=2048)  # it leaves scales, which are small tensors, where they are
 
@@ -307,8 +308,8 @@ def test_plain_te_ops_in_the_same_context_offload_their_weight_copies() -> None:
             y = layer(y, counts, scales, counts)
         y = sync(y)
     offloaded = synchronizer.get_offloaded_total_size_mb() * 2**20
-    y.sum().backward()
-    by_hand = slot_bytes(8192, True, 1024, 2048, 4)
+    y.backward(torch.ones_like(y))  # not y.sum(): its gradient is not contiguous, see the test below
+    by_hand = slot_bytes(8192, True, "split", 1024, 2048, 4)
     assert offloaded >= sum(by_hand.values()) + 2 * 4 * 1024 * 2048 - 4096
 
 
@@ -366,7 +367,7 @@ def test_many_steps_with_changing_splits_change_no_bit(monkeypatch: pytest.Monke
             with session.step():
                 found = step(model, splits, False, seed=seed)
             assert_same_bits(expected, found)
-            assert session.records[-1].bytes_out == 4 * sum(slot_bytes(1024, False).values())
+            assert session.records[-1].bytes_out == 4 * sum(slot_bytes(1024, False, "split").values())
 
 
 def test_slot_names_are_the_same_on_both_paths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,8 @@ def test_input_of_a_wrong_width() -> None:
 
 def test_gated_input_that_cannot_be_halved() -> None:
     op = make_mlp(activation="swiglu-interleaved")[1]
-    with pytest.raises(ArgumentError, match="has 24 columns, which is no multiple of 16"):
-        op(seeded((10, 24), 0), torch.ones(10))
+    with pytest.raises(ArgumentError, match="has 96 columns, which is no multiple of 64"):
+        op(seeded((10, 96), 0), torch.ones(10))
 
 
 def test_weights_on_another_device() -> None:

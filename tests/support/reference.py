@@ -16,7 +16,7 @@ def activate(name: str, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         y = (2.0 * torch.tanh(functional.relu(x) / 2.0)) ** 2
     else:
         if name == "swiglu-interleaved":
-            columns = torch.arange(x.shape[-1]).view(-1, 2, 8)
+            columns = torch.arange(x.shape[-1]).view(-1, 2, 32)
             a, b = x[:, columns[:, 0].flatten()], x[:, columns[:, 1].flatten()]
         else:
             a, b = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
