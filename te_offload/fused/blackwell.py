@@ -29,6 +29,8 @@ class _DeclaresSlots:
     ) -> tuple[torch.Tensor, Any]:
         """The fused forward of Transformer Engine; afterwards every slot of its window is marked and declared."""
         result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
+        if not any(isinstance(op, SlotOwner) and op.is_watched() for op in self.basic_ops):
+            return result
         slots = te_adapter.read_fused(self.basic_ops, basic_op_ctxs)
         for op, slot in zip(self.basic_ops, slots or (), strict=False):
             if isinstance(op, SlotOwner):

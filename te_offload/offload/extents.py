@@ -8,6 +8,7 @@ aliasing of restored views are the originals'. Does not: copy, or decide.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,12 +32,12 @@ class ViewSpec:
         offset = tensor.storage_offset() * tensor.element_size()
         return cls(tensor.dtype, int(offset), tuple(tensor.shape), tuple(tensor.stride()))
 
-    @property
+    @functools.cached_property
     def is_empty(self) -> bool:
         """Whether the view reads no byte."""
         return 0 in self.size
 
-    @property
+    @functools.cached_property
     def end(self) -> int:
         """One past the last byte that the view reads; the offset itself for an empty view."""
         if self.is_empty:

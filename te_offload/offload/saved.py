@@ -16,7 +16,7 @@ import torch
 
 from te_offload.errors import BackwardTwiceError, SavedTensorModifiedError, StepEndedError
 from te_offload.offload.chunk import Chunk, Residence, version_of
-from te_offload.offload.extents import ViewSpec
+from te_offload.offload.extents import ViewSpec, storage_key
 from te_offload.offload.mover import Mover
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SlotName, slot_title
@@ -66,12 +66,13 @@ class Saved:
         mover: who can bring its bytes back.
     """
 
-    __slots__ = ("__weakref__", "_fetch", "_mover", "_taken", "_version", "chunk", "entry", "spec", "tensor")
+    __slots__ = ("__weakref__", "_fetch", "_mover", "_taken", "_version", "chunk", "entry", "key", "spec", "tensor")
 
     def __init__(self, tensor: torch.Tensor, entry: SlotEntry, fetch: Any, mover: Mover) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.entry = entry
         self.spec: ViewSpec | None = ViewSpec.of(tensor) if is_plain(tensor) else None
+        self.key = 0 if self.spec is None else storage_key(tensor)  # valid while the handle holds the tensor
         self.chunk: Chunk | None = None
         self._version = version_of(tensor)
         self._fetch = fetch

@@ -60,7 +60,7 @@ class OffloadSession:
         *,
         min_bytes: int | str = "1MiB",
         host_limit: int | str | None = None,
-        max_in_flight: int | str = "512MiB",
+        max_in_flight: int | str = "256MiB",
         enabled: bool = True,
     ) -> None:
         te_adapter.require_supported_release()
@@ -273,10 +273,11 @@ class OffloadSession:
         return Reason.NONE
 
     def _fetch(self, visit_ref: weakref.ref[LayerVisit]) -> None:
-        """Before a moved tensor of a visit is read: start all copies back of it, and of the visit before."""
+        """Before the first moved tensor of a visit is read: start all copies back of it, and of the visit before."""
         visit = visit_ref()
-        if visit is None or self._mover is None or visit not in self._visits:
+        if visit is None or visit.fetched or self._mover is None or visit not in self._visits:
             return
+        visit.fetched = True
         position = self._visits.index(visit)
         earlier = next((v for v in reversed(self._visits[:position]) if any(chunk.lease for chunk in v.chunks)), None)
         for each in (visit, earlier):

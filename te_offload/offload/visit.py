@@ -60,6 +60,7 @@ class LayerVisit:
         self.forward = forward
         self.chunks: list[Chunk] = []
         self.exempt_bytes = 0
+        self.fetched = False  # whether its copies back were started
         self._module = module
         self._rules = rules
         self._mover = mover
@@ -185,34 +186,35 @@ class LayerVisit:
             return Reason.NOT_PLAIN
         if any(tensor.device != self._mover.device for tensor in tensors):
             return Reason.OTHER_DEVICE
-        if any(storage_key(tensor) in owned for tensor in tensors):
+        if any(handle.key in owned for handle in handles):
             return Reason.PARAMETER
         return Reason.TOO_SMALL if entry.nbytes < self._rules.min_bytes else Reason.NONE
 
     def _keep_shared_memory(self, handles: dict[int, list[Saved]]) -> None:
         """Keep every slot that shares a storage with something that stays, then what the host has no room for."""
         staying = {storage_key(tensor) for tensor in self._exempt.values() if is_plain(tensor)}
+        storages = {id(e): {h.key for h in handles[id(e)] if h.spec is not None} for e in self._entries}
+        room = {id(e): _room_needed(handles[id(e)]) for e in self._entries if e.fate is Fate.OFFLOADED}
         changed = True
         while changed:
             changed, room_for = False, 0
             for entry in self._entries:
-                storages = {storage_key(handle.held) for handle in handles[id(entry)] if handle.spec is not None}
                 if entry.fate is Fate.OFFLOADED:
-                    if storages & staying:
+                    if storages[id(entry)] & staying:
                         entry.fate, entry.reason, changed = Fate.KEPT, Reason.ALIAS, True
-                    elif not self._mover.pool.has_room(room_for + _room_needed(handles[id(entry)])):
+                    elif not self._mover.pool.has_room(room_for + room[id(entry)]):
                         entry.fate, entry.reason, changed = Fate.KEPT, Reason.NO_ROOM, True
                     else:
-                        room_for += _room_needed(handles[id(entry)])
+                        room_for += room[id(entry)]
                 if entry.fate is Fate.KEPT:
-                    staying |= storages
+                    staying |= storages[id(entry)]
 
     def _make_chunks(self, handles: dict[int, list[Saved]]) -> None:
         by_storage: dict[int, list[Saved]] = {}
         for entry in self._entries:
             for handle in handles[id(entry)]:
                 if handle.spec is not None and handle.held.device == self._mover.device:
-                    by_storage.setdefault(storage_key(handle.held), []).append(handle)
+                    by_storage.setdefault(handle.key, []).append(handle)
         leaving: list[tuple[Chunk, torch.UntypedStorage]] = []
         for users in by_storage.values():
             chunks = {interval: Chunk(interval) for interval in merge(handle.spec for handle in users if handle.spec)}
@@ -283,7 +285,7 @@ def _specs_by_storage(handles: list[Saved]) -> list[list[ViewSpec]]:
     specs: dict[int, list[ViewSpec]] = {}
     for handle in handles:
         if handle.spec is not None:
-            specs.setdefault(storage_key(handle.held), []).append(handle.spec)
+            specs.setdefault(handle.key, []).append(handle.spec)
     return list(specs.values())
 
 

@@ -61,7 +61,8 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         else:
             self._check_splits_where_read(input_, extra_inputs[0])
             result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
-        self.declare_slot(te_adapter.read_grouped_linear(self, basic_op_ctxs[0]))
+        if self.is_watched():
+            self.declare_slot(te_adapter.read_grouped_linear(self, basic_op_ctxs[0]))
         return result
 
     def fuser_backward(

@@ -35,7 +35,8 @@ class _ScaledActivation(SlotOwner):
                 f"{type(self).__name__}: te.autocast quantizes on a GPU, but the input is on the CPU."
             )
         result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
-        self.declare_slot(te_adapter.read_activation(self, basic_op_ctxs[0]))
+        if self.is_watched():
+            self.declare_slot(te_adapter.read_activation(self, basic_op_ctxs[0]))
         return result
 
     def fuser_backward(

@@ -43,6 +43,10 @@ class SlotOwner:
         else:
             self._slot_observer = observer
 
+    def is_watched(self) -> bool:
+        """Whether anyone will see the saved tensors of a forward that runs now: an observer, or a saved-tensor hook."""
+        return self._slot_observer is not None or te_adapter.saved_tensor_hook_active()
+
     def declare_slot(self, saved: SavedSlot | None) -> None:
         """Mark what was saved, and tell the observer. ``None``: this forward saved nothing for a backward."""
         if saved is None:

@@ -17,6 +17,7 @@ Note [Saved layouts], read from Transformer Engine 2.20.2 (`ops/basic/grouped_li
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
@@ -96,6 +97,7 @@ class Release:
 RELEASES: tuple[Release, ...] = (Release(series=(2, 20), unfused_metadata=5, fused_metadata=7),)
 
 
+@functools.cache
 def installed_version() -> str:
     """Version of the installed Transformer Engine, such as ``"2.20.2"``."""
     return importlib.metadata.version("transformer-engine")
@@ -291,16 +293,24 @@ def mark_exempt_and_kept(slot: SavedSlot, *, keep_input: bool) -> None:
     """Mark what must stay on the GPU in the way that Transformer Engine's v2 context and Megatron's manager read.
 
     Weights, their quantized copies and metadata always; every buffer of the slot if ``keep_input``. The buffers are
-    marked one by one because a mark on a quantized wrapper, or on a base, does not reach its parts.
+    marked one by one because a mark on a quantized wrapper, or on a base, does not reach its parts. The attribute is the
+    one that `mark_not_offload` sets; it is set here directly because that function would take the same storages apart
+    again.
     """
-    cpu_offload.mark_not_offload(*slot.exempt)
-    if keep_input:
-        cpu_offload.mark_not_offload(*slot.buffers)
+    for tensor in slot.exempt:
+        tensor._TE_do_not_offload = True  # type: ignore[attr-defined]
+    for tensor in slot.buffers if keep_input else ():
+        tensor._TE_do_not_offload = True  # type: ignore[attr-defined]
 
 
 def is_marked_not_offload(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries the mark of `mark_not_offload`."""
     return bool(getattr(tensor, "_TE_do_not_offload", False))
+
+
+def saved_tensor_hook_active() -> bool:
+    """Whether a saved-tensor hook of anyone will see what is saved now; without one no mark can have an effect."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def offload_context_active() -> str | None:

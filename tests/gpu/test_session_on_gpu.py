@@ -104,7 +104,7 @@ def test_peak_memory_falls_by_the_planned_bytes_less_those_in_flight(
     choose_path(monkeypatch, path, fp8)
     sizes = {"experts": 8, "hidden": 1024, "ffn": 2048}
     splits = (1024, 3072, 2048, 0, 4096, 2048, 1024, 3072)
-    layers = 6
+    layers = 12  # so that what a layer needs beside its slots, which offloading does not change, is within the 5%
 
     def peak(enabled: bool | None) -> tuple[int, Any]:
         model = Stack(layers, **sizes)
