@@ -52,9 +52,15 @@ class Stack(torch.nn.Module):
             )
             for _ in range(arguments.layers)
         )
-        for parameter in self.parameters():
-            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device="cuda")  # type: ignore[attr-defined]
         self.wrap: Callable[[torch.nn.Module, Callable[[], torch.Tensor]], torch.Tensor] = lambda layer, run: run()
+
+    def share(self, first: Stack | None) -> None:
+        """Use the weights and `main_grad` buffers of the first stack, so that many variants fit on one card."""
+        for parameter, other in zip(self.parameters(), (first or self).parameters(), strict=True):
+            if first is None:
+                parameter.main_grad = torch.zeros(parameter.shape, device="cuda")  # type: ignore[attr-defined]
+            else:
+                parameter.data, parameter.main_grad = other.data, other.main_grad  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -65,11 +71,14 @@ class Stack(torch.nn.Module):
 class Variant:
     """One way to run the step. ``step`` leaves gradients on the model."""
 
-    def __init__(self, name: str, arguments: argparse.Namespace, inputs: tuple[torch.Tensor, ...]) -> None:
+    def __init__(
+        self, name: str, arguments: argparse.Namespace, inputs: tuple[torch.Tensor, ...], first: Stack | None
+    ) -> None:
         self.name = name
         self.arguments = arguments
         self.inputs = inputs
         self.model = Stack(arguments, keep_act="keep act_input" in name, plain="plain te.ops" in name)
+        self.model.share(first)
         self.session: OffloadSession | None = None
         self.te_context: Any = None
         if name.startswith("te_offload"):
@@ -169,10 +178,10 @@ def main() -> None:
         torch.randn(rows, device="cuda", dtype=torch.bfloat16),
     )
     results: list[dict[str, Any]] = []
-    variants = []
+    variants: list[Variant] = []
     reference: list[torch.Tensor] | None = None
     for name in NAMES:
-        variant = Variant(name, arguments, inputs)
+        variant = Variant(name, arguments, inputs, variants[0].model if variants else None)
         for _ in range(2):
             variant.step()
         grads = variant.digest()
