@@ -24,7 +24,7 @@ def draw(path: Path, losses: Sequence[float], without: StepRecord, with_offload:
     loss_axes, bytes_axes, slot_axes = figure.subplots(1, 3)
 
     loss_axes.plot(losses, color="#264653")
-    loss_axes.set(title="Loss (the same bits with and without)", xlabel="step", ylabel="nats a byte")
+    loss_axes.set(title="Loss, with offload", xlabel="step", ylabel="nats a byte")
 
     for record, label, colour in ((without, "without offload", "#e76f51"), (with_offload, "with offload", "#2a9d8f")):
         sizes = [moment.nbytes / _MIB for moment in record.residency]
