@@ -55,6 +55,7 @@ class Reason(str, enum.Enum):
     OTHER_DEVICE = "on another device"
     NOT_PLAIN = "not a dense tensor"
     IN_BACKWARD = "saved in a backward"
+    IN_CAPTURE = "in a CUDA graph's capture"
     FOREIGN_HOOK = "another hook takes it"
     GRAPH_GONE = "its graph is gone"
     DISABLED = "session disabled"

@@ -64,7 +64,7 @@ class StepRecord:
         peak_in_flight: most bytes that were held on the device only for a copy out to end.
         host_peak: most bytes of host memory held at once.
         exempt_bytes: bytes of tensors that are never offloaded (weights, their copies, metadata), each forward's counted.
-        abandoned: slots offloaded whose backward did not come in the step.
+        abandoned: chunks offloaded whose backward did not come in the step.
     """
 
     index: int

@@ -168,7 +168,7 @@ class OffloadSession:
         if self._in_step:
             raise StateError("This OffloadSession is in a step already. End that one first: steps do not nest.")
         self._check_no_other_engine()
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._is_capturing():
             raise UnsupportedError("A step cannot begin while a CUDA graph is captured. Run it eagerly.")
         if self._mover is None:
             self._mover = Mover(self._device, self._host_limit, self._max_in_flight)
@@ -266,11 +266,16 @@ class OffloadSession:
         """
         if torch._C._current_graph_task_id() != -1:
             return Reason.IN_BACKWARD
+        if self._is_capturing():
+            return Reason.IN_CAPTURE
         top = _top_hooks()
         ours = [visit.pack for _, visit in self._open]
         if top is not None and top != self._outer_hooks and top[0] not in ours:
             return Reason.FOREIGN_HOOK
         return Reason.NONE
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _fetch(self, visit_ref: weakref.ref[LayerVisit]) -> None:
         """Before the first moved tensor of a visit is read: start all copies back of it, and of the visit before."""

@@ -67,10 +67,10 @@ class LayerVisit:
         self._fetch = functools.partial(fetch, weakref.ref(self))
         self._stays = stays
         self._entries: list[SlotEntry] = []
-        self._by_tensor: dict[int, SlotEntry] = {}
+        # By id, with a weak reference that tells a tensor from a later one at its place: an op's tensors must not live
+        # longer than they would without a session (a checkpoint inside the layer drops them at once).
+        self._named: dict[int, tuple[weakref.ref[torch.Tensor], SlotEntry | None]] = {}
         self._by_storage: dict[int, SlotEntry] = {}
-        self._exempt: dict[int, torch.Tensor] = {}
-        self._held: list[torch.Tensor] = []  # so that an id cannot be reused while the forward runs
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     # While the forward runs ------------------------------------------------------------------------------------------
@@ -95,25 +95,27 @@ class LayerVisit:
             entry.tensors = len(saved.buffers)
         if self._stays is Reason.NONE:
             for tensor in saved.buffers:
-                self._by_tensor[id(tensor)] = entry
+                self._named[id(tensor)] = weakref.ref(tensor), entry
             for tensor in saved.exempt:
-                self._exempt[id(tensor)] = tensor
-            self._held += [*saved.buffers, *saved.exempt]
+                self._named[id(tensor)] = weakref.ref(tensor), None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: a handle, or the tensor itself where it must not be touched."""
         if isinstance(tensor, torch.nn.Parameter):
             return tensor
-        if id(tensor) in self._exempt:
+        reference, entry = self._named.get(id(tensor), (None, None))
+        named = reference is not None and reference() is tensor
+        if named and entry is None:  # exempt
             self.exempt_bytes += tensor.numel() * tensor.element_size()
             return tensor
-        entry = self._by_tensor.get(id(tensor))
+        entry = entry if named else None
         apart = te_adapter.take_apart(tensor)
         if apart is not None:
             if entry is not None or te_adapter.is_marked_not_offload(tensor):
                 for buffer in apart[1]:
                     if buffer is not None:
-                        self._by_tensor[id(buffer)] = entry or self._entry_of_other(buffer, keep_marked=True)
+                        owner = entry or self._entry_of_other(buffer, keep_marked=True)
+                        self._named[id(buffer)] = weakref.ref(buffer), owner
             return SavedWrapper(apart[0], [None if buffer is None else self.pack(buffer) for buffer in apart[1]])
         entry = entry or self._entry_of_other(tensor)
         handle = Saved(tensor, entry, self._fetch, self._mover)
@@ -143,6 +145,8 @@ class LayerVisit:
     def commit(self) -> None:
         """The forward is over: decide, and start the copies out."""
         self._close_hooks()
+        if self._stays is not Reason.NONE and not self._entries:  # no op of ours said what it saved: say that much
+            self._entries.append(SlotEntry(self.layer, "", SlotName.OTHER, keep=False, once=False, reason=self._stays))
         if self._stays is Reason.NONE:
             handles = {id(entry): entry.live_handles() for entry in self._entries}
             self._decide(handles)
@@ -156,10 +160,8 @@ class LayerVisit:
             self._hooks = None
 
     def _forget(self) -> None:
-        self._by_tensor.clear()
+        self._named.clear()
         self._by_storage.clear()
-        self._exempt.clear()
-        self._held.clear()
 
     def _decide(self, handles: dict[int, list[Saved]]) -> None:
         owned = _storages_of(self._module)
@@ -192,7 +194,8 @@ class LayerVisit:
 
     def _keep_shared_memory(self, handles: dict[int, list[Saved]]) -> None:
         """Keep every slot that shares a storage with something that stays, then what the host has no room for."""
-        staying = {storage_key(tensor) for tensor in self._exempt.values() if is_plain(tensor)}
+        exempt = [reference() for reference, entry in self._named.values() if entry is None]
+        staying = {storage_key(tensor) for tensor in exempt if tensor is not None and is_plain(tensor)}
         storages = {id(e): {h.key for h in handles[id(e)] if h.spec is not None} for e in self._entries}
         room = {id(e): _room_needed(handles[id(e)]) for e in self._entries if e.fate is Fate.OFFLOADED}
         changed = True
@@ -213,7 +216,8 @@ class LayerVisit:
         by_storage: dict[int, list[Saved]] = {}
         for entry in self._entries:
             for handle in handles[id(entry)]:
-                if handle.spec is not None and handle.held.device == self._mover.device:
+                ours = handle.spec is not None and entry.reason not in (Reason.PARAMETER, Reason.OTHER_DEVICE)
+                if ours and handle.held.device == self._mover.device:
                     by_storage.setdefault(handle.key, []).append(handle)
         leaving: list[tuple[Chunk, torch.UntypedStorage]] = []
         for users in by_storage.values():

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from te_offload.cli import app
+from te_offload.fused import explain, find_windows
+from tests.support.mlp import make_mlp
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +25,15 @@ def test_demo_trains_on_the_gpu_with_equal_bits(tmp_path: Path) -> None:
     assert report["bytes_back"] == report["bytes_out"] > 0
 
 
-def test_doctor_names_the_card(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10, reason="has the card")
+def test_explain_names_the_card_that_is_no_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")
+    major, minor = torch.cuda.get_device_capability()
+    support = explain(next(find_windows(list(make_mlp(device="cuda", dtype=torch.bfloat16)))))
+    assert support.reason == f"compute capability {major}.{minor} is not 10.x (Blackwell)"
+
+
+def test_doctor_names_the_card() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
     findings = {row["what"]: row for row in json.loads(result.output)["findings"]}
     assert findings["GPU"]["ok"] and "compute capability" in findings["GPU"]["detail"]

@@ -354,6 +354,23 @@ def test_step_while_a_graph_is_captured_is_a_named_error() -> None:
     session.close()
 
 
+def test_layer_captured_within_a_step_is_left_alone_and_says_so() -> None:
+    layer = torch.nn.Linear(64, 64, device="cuda")
+    x = torch.ones(8, 64, device="cuda", requires_grad=True)
+    layer(x).sum().backward()
+    with OffloadSession(layer, min_bytes=0) as session, session.step():
+        layer(x).sum().backward()
+        moved = session._mover.counts.bytes_out if session._mover is not None else 0
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(y, layer(x))
+    assert session.records[-1].bytes_out == moved > 0
+    assert session.records[-1].slots[-1].reason is Reason.IN_CAPTURE
+
+
 @pytest.mark.slow
 def test_many_steps_with_changing_splits_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_path(monkeypatch, "split", False)
