@@ -6,6 +6,7 @@ with its reason, and all reasons are listed at the end.
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     lines = [
-        f"level {config.getoption('--level')}, commit {commit()}",
+        f"level {config.getoption('--level')}, commit {commit()}, {datetime.date.today().isoformat()}",
         f"torch {torch.__version__}, Transformer Engine {te_adapter.installed_version()}",
     ]
     if torch.cuda.is_available():
@@ -37,7 +38,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def commit() -> str:
     """The commit under test: from git, or from TE_OFFLOAD_COMMIT where the sources travel without their history."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return os.environ.get("TE_OFFLOAD_COMMIT") or git.stdout.strip() or "unknown"
+    found = git.stdout.strip() if git.returncode == 0 else ""
+    return os.environ.get("TE_OFFLOAD_COMMIT") or found or "unknown"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
