@@ -51,7 +51,7 @@ def _inert_hook(before: bool) -> _ForwardHook:
     return _ForwardHook(None, before=before)
 
 
-class _OnceOnly:
+class _SingleBackward:
     """A forward hook on what runs te.ops: names the error of a second backward, which te.ops cannot run."""
 
     def __init__(self, name: str) -> None:
@@ -111,7 +111,7 @@ class Attachment:
         for part_name, part in module.named_modules():
             if id(part) in self._owners or any(id(child) in self._owners for child in part.children()):
                 where = f"{name}/{part_name}" if part_name else name
-                self._handles.append(part.register_forward_hook(_OnceOnly(where)))
+                self._handles.append(part.register_forward_hook(_SingleBackward(where)))
 
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot) -> None:
         """See `SlotObserver.slot_saved`."""
