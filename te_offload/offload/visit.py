@@ -69,7 +69,8 @@ class LayerVisit:
         self._entries: list[SlotEntry] = []
         # By id, with a weak reference that tells a tensor from a later one at its place: an op's tensors must not live
         # longer than they would without a session (a checkpoint inside the layer drops them at once).
-        self._named: dict[int, tuple[weakref.ref[torch.Tensor], SlotEntry | None]] = {}
+        # Several ops may save one object; they are packed in the order in which they named it. None: exempt.
+        self._named: dict[int, tuple[weakref.ref[torch.Tensor], list[SlotEntry | None]]] = {}
         self._by_storage: dict[int, SlotEntry] = {}
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
@@ -95,27 +96,35 @@ class LayerVisit:
             entry.tensors = len(saved.buffers)
         if self._stays is Reason.NONE:
             for tensor in saved.buffers:
-                self._named[id(tensor)] = weakref.ref(tensor), entry
+                self._name(tensor, entry)
             for tensor in saved.exempt:
-                self._named[id(tensor)] = weakref.ref(tensor), None
+                self._name(tensor, None)
+
+    def _name(self, tensor: torch.Tensor, owner: SlotEntry | None) -> None:
+        reference, owners = self._named.get(id(tensor), (None, []))
+        if reference is None or reference() is not tensor:
+            self._named[id(tensor)] = weakref.ref(tensor), [owner]
+        else:
+            owners.append(owner)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: a handle, or the tensor itself where it must not be touched."""
-        if isinstance(tensor, torch.nn.Parameter):
-            return tensor
-        reference, entry = self._named.get(id(tensor), (None, None))
-        named = reference is not None and reference() is tensor
-        if named and entry is None:  # exempt
-            self.exempt_bytes += tensor.numel() * tensor.element_size()
-            return tensor
-        entry = entry if named else None
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+            return tensor  # also a view of one: whoever shards parameters may free their memory while a copy reads it
+        reference, owners = self._named.get(id(tensor), (None, []))
+        entry = None
+        if reference is not None and reference() is tensor and owners:
+            if owners[0] is None:  # exempt, for good
+                self.exempt_bytes += tensor.numel() * tensor.element_size()
+                return tensor
+            entry = owners.pop(0)
         apart = te_adapter.take_apart(tensor)
         if apart is not None:
             if entry is not None or te_adapter.is_marked_not_offload(tensor):
                 for buffer in apart[1]:
                     if buffer is not None:
                         owner = entry or self._entry_of_other(buffer, keep_marked=True)
-                        self._named[id(buffer)] = weakref.ref(buffer), owner
+                        self._name(buffer, owner)
             return SavedWrapper(apart[0], [None if buffer is None else self.pack(buffer) for buffer in apart[1]])
         entry = entry or self._entry_of_other(tensor)
         handle = Saved(tensor, entry, self._fetch, self._mover)
@@ -194,7 +203,7 @@ class LayerVisit:
 
     def _keep_shared_memory(self, handles: dict[int, list[Saved]]) -> None:
         """Keep every slot that shares a storage with something that stays, then what the host has no room for."""
-        exempt = [reference() for reference, entry in self._named.values() if entry is None]
+        exempt = [reference() for reference, owners in self._named.values() if None in owners]
         staying = {storage_key(tensor) for tensor in exempt if tensor is not None and is_plain(tensor)}
         storages = {id(e): {h.key for h in handles[id(e)] if h.spec is not None} for e in self._entries}
         room = {id(e): _room_needed(handles[id(e)]) for e in self._entries if e.fate is Fate.OFFLOADED}
@@ -278,8 +287,8 @@ def _user_died(mover: Mover, chunk: Chunk, _: Any) -> None:
 
 
 def _storages_of(module: torch.nn.Module) -> set[int]:
-    """Keys of the storages of a module's dense parameters and buffers."""
-    owned = [*module.parameters(), *module.buffers()]
+    """Keys of the storages of a module's dense parameters and buffers; of a sharded one, of its local shard."""
+    owned = [getattr(tensor, "_local_tensor", tensor) for tensor in (*module.parameters(), *module.buffers())]
     return {
         storage_key(tensor) for tensor in owned if type(tensor.data) is torch.Tensor and tensor.device.type != "meta"
     }

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-from te_offload import Fate, OffloadSession, Reason
-from tests.support.mlp import assert_same_bits, make_mlp, run
+from te_offload import Fate, OffloadSession, Reason, ops
+from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp, run
 
 
 class SaveAll(torch.autograd.Function):
@@ -189,6 +190,42 @@ def test_parameter_and_its_views_never_move() -> None:
     assert owner.seen[0][2].data_ptr() == owner.get_buffer("table")[5:].data_ptr()
     assert other_row(session, Fate.KEPT).reason is Reason.PARAMETER
     assert session.records[-1].bytes_out == 40
+
+
+def test_view_of_a_parameter_is_passed_through_and_has_no_row() -> None:
+    layer = torch.nn.Linear(8, 8, bias=False)  # saves a transposed view of its weight
+    x = torch.ones(3, 8, requires_grad=True)
+    with OffloadSession(layer, min_bytes=0) as session, session.step():
+        layer(x * 1).sum().backward()
+    assert [(row.nbytes, row.fate) for row in session.records[-1].slots] == [(3 * 8 * 4, Fate.OFFLOADED)]
+
+
+def test_object_that_two_ops_save_belongs_to_both_slots() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = ops.ScaledSReLU(), ops.ScaledTanhSReLU(tanh_clamp_scale=2.0)
+            self.weight = torch.nn.Parameter(torch.ones(16))
+
+        def forward(self, x: torch.Tensor, scales: torch.Tensor) -> Any:
+            h = x + self.weight
+            return te.ops.Sequential(te.ops.MakeExtraOutput(), self.one)(h, scales)[0] + self.two(h, scales)
+
+    def call(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        x, _, scales = make_inputs((4, 0, 6))
+        module(x, scales).square().sum().backward()
+        return gradients(module, x, scales)
+
+    module = Twice()
+    expected = call(Twice())
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        found = call(module)
+    assert_same_bits(expected, found)
+    rows = {row.op: row for row in session.records[-1].slots if row.op}
+    assert {op: (row.fate, row.nbytes) for op, row in rows.items()} == dict.fromkeys(
+        ("one", "two"), (Fate.OFFLOADED, 640)
+    )
+    assert sorted(row.bytes_out for row in rows.values()) == [0, 640]
 
 
 def test_slot_that_shares_memory_with_a_kept_one_stays() -> None:
