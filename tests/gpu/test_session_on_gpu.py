@@ -11,7 +11,7 @@ import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 from transformer_engine.pytorch import cpu_offload as te_cpu_offload
 
-from te_offload import Fate, OffloadSession, Reason, SlotName
+from te_offload import Fate, OffloadSession, Reason, SlotName, ops
 from te_offload.offload.transfer import CudaTransfer
 from tests.gpu.paths import EXPERTS, FFN, FORMATS, HIDDEN, PATHS, SPLITS, autocast, choose_path, slot_bytes, step
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp
@@ -206,7 +206,9 @@ def test_memory_brought_back_for_nobody_is_not_reused_too_early() -> None:
 
 @PATHS
 @FORMATS
-@pytest.mark.parametrize("mode", ["main-grad", "delayed-wgrad", "checkpoint", "one-grouped-weight", "side-stream"])
+@pytest.mark.parametrize(
+    "mode", ["main-grad", "delayed-wgrad", "checkpoint", "one-grouped-weight", "side-stream", "frozen-fc1"]
+)
 def test_modes_change_no_bit(monkeypatch: pytest.MonkeyPatch, path: str, fp8: bool, mode: str) -> None:
     choose_path(monkeypatch, path, fp8)
     if mode == "one-grouped-weight" and path == "split":
@@ -220,7 +222,8 @@ def test_modes_change_no_bit(monkeypatch: pytest.MonkeyPatch, path: str, fp8: bo
 
     def call(model: Stack) -> dict[str, torch.Tensor]:
         x, sizes, scales = make_inputs(SPLITS["empty-expert"], HIDDEN, device="cuda", dtype=torch.bfloat16)
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(mode != "frozen-fc1" or ".0.weight" not in name)
             if mode == "main-grad":
                 parameter.main_grad = torch.zeros(parameter.shape, device="cuda")  # type: ignore[attr-defined]
         with autocast(fp8):
@@ -285,6 +288,27 @@ def test_marks_hold_in_transformer_engines_own_context(
     by_hand = slot_bytes(tokens, fp8, path, 1024, 2048, 4)
     planned = sum(size for name, size in by_hand.items() if name not in keep)
     assert offloaded == pytest.approx(planned, abs=2048)  # it leaves scales, which are small tensors, where they are
+
+
+@PATHS
+def test_window_mixed_with_plain_te_ops_keeps_what_its_own_op_says(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    choose_path(monkeypatch, path, fp8=False)
+    size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+
+    def mixed(activation: Any) -> te.ops.Sequential:
+        torch.manual_seed(0)
+        first = te.ops.GroupedLinear(EXPERTS, HIDDEN, FFN, **size)
+        return te.ops.Sequential(first, activation, te.ops.GroupedLinear(EXPERTS, FFN, HIDDEN, **size))
+
+    expected = step(mixed(te.ops.ScaledSReLU()), SPLITS["ragged"], False)
+    model = mixed(ops.ScaledSReLU(no_offload_activation=True))
+    with OffloadSession(model, min_bytes=0) as session, session.step():
+        assert_same_bits(expected, step(model, SPLITS["ragged"], False))
+    rows = session.records[-1].slots
+    assert [(row.slot, row.reason) for row in rows if row.op] == [(SlotName.ACT_INPUT, Reason.ASKED)]
+    gone = [row.nbytes for row in rows if row.fate is Fate.OFFLOADED]
+    by_hand = slot_bytes(512, False, path)
+    assert sum(gone) >= by_hand["fc1_input"] + by_hand["fc2_input"]
 
 
 def test_plain_te_ops_in_the_same_context_offload_their_weight_copies() -> None:
