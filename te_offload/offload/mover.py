@@ -52,7 +52,7 @@ class Mover:
         """Start the copy out of a chunk of ``storage``."""
         source = chunk.interval.bytes_of(storage)
         chunk.lease = self.pool.acquire(chunk.interval.nbytes)
-        chunk.out_done = self._transfer.copy_out(source, chunk.lease.memory)
+        chunk.out_done = self._transfer.copy_out(source, chunk.lease.memory, after=chunk.lease.pending)
         chunk.source = source
         chunk.move(Residence.LEAVING)
         self._leaving.append(chunk)
@@ -123,7 +123,7 @@ class Mover:
         if chunk.residence is Residence.RETURNING:
             self.bring_back(chunk)  # nobody will read it, but its memory may be freed only after the copy
         if chunk.lease is not None:
-            chunk.lease.release()
+            chunk.lease.release([done for done in (chunk.out_done, chunk.back_done) if done is not None])
             chunk.lease = None
         chunk.memory = None
         self.uncount(chunk, "released")

@@ -63,6 +63,8 @@ class StepRecord:
         copies_out, copies_back: number of copies each way.
         peak_in_flight: most bytes that were held on the device only for a copy out to end.
         host_peak: most bytes of host memory held at once.
+        host_held: bytes that the pool holds after the step (page-locked where the device is a GPU).
+        host_allocations: how often the session has taken memory from the system so far.
         exempt_bytes: bytes of tensors that are never offloaded (weights, their copies, metadata), each forward's counted.
         abandoned: chunks offloaded whose backward did not come in the step.
     """
@@ -76,6 +78,8 @@ class StepRecord:
     copies_back: int
     peak_in_flight: int
     host_peak: int
+    host_held: int
+    host_allocations: int
     exempt_bytes: int
     abandoned: int
 

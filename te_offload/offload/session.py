@@ -113,6 +113,8 @@ class OffloadSession:
             self._end_step()
         for attachment in self._attachments:
             attachment.detach()
+        if self._mover is not None:
+            self._mover.pool.close()
         self._closed = True
 
     @contextlib.contextmanager
@@ -190,6 +192,7 @@ class OffloadSession:
             for chunk in visit.chunks:
                 self._mover.release(chunk)
         self._mover.settle()
+        self._mover.pool.settle()
         counts = self._mover.counts
         self._records.append(
             StepRecord(
@@ -202,6 +205,8 @@ class OffloadSession:
                 copies_back=counts.copies_back,
                 peak_in_flight=counts.peak_in_flight,
                 host_peak=self._mover.pool.peak_bytes,
+                host_held=self._mover.pool.held_bytes,
+                host_allocations=self._mover.pool.allocations,
                 exempt_bytes=sum(visit.exempt_bytes for visit in self._visits),
                 abandoned=abandoned,
             )

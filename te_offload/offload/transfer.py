@@ -9,6 +9,7 @@ A GPU has one stream each way. On the CPU the same calls copy at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -23,12 +24,15 @@ class Done(Protocol):
     def is_over(self) -> bool:
         """Whether it has ended already. Never blocks."""
 
+    def wait(self) -> None:
+        """Block the host until it has ended."""
+
 
 class Transfer(Protocol):
     """Copies out to the host and back."""
 
-    def copy_out(self, source: torch.Tensor, host: torch.Tensor) -> Done:
-        """Start ``host[:] = source`` after the work queued so far on the compute stream."""
+    def copy_out(self, source: torch.Tensor, host: torch.Tensor, after: Sequence[Done] = ()) -> Done:
+        """Start ``host[:] = source`` after ``after`` and after the work queued so far on the compute stream."""
 
     def copy_back(self, host: torch.Tensor, target: torch.Tensor, after: Done) -> Done:
         """Start ``target[:] = host`` after ``after`` and after the work queued so far on the compute stream."""
@@ -42,11 +46,14 @@ class _Immediate:
         """Always: the copy was over when it was asked for."""
         return True
 
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
 
 class CpuTransfer:
     """Between two pools of CPU memory: each copy is over when the call returns."""
 
-    def copy_out(self, source: torch.Tensor, host: torch.Tensor) -> Done:
+    def copy_out(self, source: torch.Tensor, host: torch.Tensor, after: Sequence[Done] = ()) -> Done:
         """See `Transfer.copy_out`."""
         host.copy_(source)
         return _Immediate()
@@ -70,6 +77,10 @@ class _CudaDone:
         """See `Done.is_over`."""
         return bool(self.event.query())
 
+    def wait(self) -> None:
+        """See `Done.wait`."""
+        self.event.synchronize()
+
 
 class CudaTransfer:
     """Between a GPU and pinned host memory, on one stream each way.
@@ -83,8 +94,11 @@ class CudaTransfer:
         self._out = torch.cuda.Stream(device)
         self._back = torch.cuda.Stream(device)
 
-    def copy_out(self, source: torch.Tensor, host: torch.Tensor) -> Done:
+    def copy_out(self, source: torch.Tensor, host: torch.Tensor, after: Sequence[Done] = ()) -> Done:
         """See `Transfer.copy_out`."""
+        for done in after:
+            if isinstance(done, _CudaDone):
+                self._out.wait_event(done.event)
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         return self._copy(self._out, source, host)
 

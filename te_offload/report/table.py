@@ -39,7 +39,8 @@ def totals(step: StepRecord) -> str:
     return (
         f"{format_bytes(step.bytes_out)} out in {step.copies_out} copies, {format_bytes(step.bytes_back)} back in "
         f"{step.copies_back}; at most {format_bytes(step.peak_resident)} of saved tensors on the device, "
-        f"{format_bytes(step.peak_in_flight)} waiting for copies out, {format_bytes(step.host_peak)} on the host; "
+        f"{format_bytes(step.peak_in_flight)} waiting for copies out, {format_bytes(step.host_peak)} on the host "
+        f"(of {format_bytes(step.host_held)} held after {step.host_allocations} allocations); "
         f"{format_bytes(step.exempt_bytes)} of weights and metadata never moved; {step.abandoned} chunks abandoned."
     )
 

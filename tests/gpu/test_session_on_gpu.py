@@ -402,13 +402,33 @@ def test_many_steps_with_changing_splits_change_no_bit(monkeypatch: pytest.Monke
     expected_model, model = Stack(4), Stack(4)
     with OffloadSession(model.layers, min_bytes=0, max_in_flight="256KiB") as session:
         for seed in range(40):
-            cuts = torch.randint(0, 1025, (EXPERTS - 1,), generator=generator).sort().values.tolist()
-            splits = tuple(b - a for a, b in zip([0, *cuts], [*cuts, 1024], strict=True))
+            tokens = 1024 if seed == 0 else int(torch.randint(16, 1025, (), generator=generator))
+            cuts = torch.randint(0, tokens + 1, (EXPERTS - 1,), generator=generator).sort().values.tolist()
+            splits = tuple(b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True))
             expected = step(expected_model, splits, False, seed=seed)
             with session.step():
                 found = step(model, splits, False, seed=seed)
             assert_same_bits(expected, found)
-            assert session.records[-1].bytes_out == 4 * sum(slot_bytes(1024, False, "split").values())
+            record = session.records[-1]
+            assert record.bytes_out == 4 * sum(slot_bytes(tokens, False, "split").values())
+            if seed == 0:
+                first, peak = record, record.host_peak
+        assert record.host_allocations == first.host_allocations, "pinned memory was taken after the first step"
+        assert record.host_held <= 1.05 * peak
+
+
+def test_host_memory_is_page_locked_and_exact() -> None:
+    model = mlp()
+    with OffloadSession(model, min_bytes=0) as session:
+        for _ in range(2):
+            with session.step():
+                step(model, SPLITS["even"], False)
+        assert session._mover is not None
+        lease = session._mover.pool.acquire(1000)
+        assert lease.memory.is_pinned()
+        lease.release()
+        record = session.records[-1]
+        assert record.host_held == record.host_peak == sum(slot_bytes(512, False, "split").values())
 
 
 def test_slot_names_are_the_same_on_both_paths(monkeypatch: pytest.MonkeyPatch) -> None:

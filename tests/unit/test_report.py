@@ -25,6 +25,8 @@ STEP = StepRecord(
     copies_back=1,
     peak_in_flight=512,
     host_peak=2 * 2**20,
+    host_held=3 * 2**20,
+    host_allocations=2,
     exempt_bytes=1024,
     abandoned=0,
 )
@@ -44,6 +46,7 @@ def test_totals_are_below_the_table() -> None:
     text = step_table(STEP)
     assert "2.0 MiB out in 1 copies" in text
     assert "at most 6.0 MiB of saved tensors on the device" in text
+    assert "2.0 MiB on the host (of 3.0 MiB held after 2 allocations)" in text
     assert "1.0 KiB of weights and metadata never moved" in text
 
 
