@@ -152,10 +152,10 @@ def test_copy_back_waits_for_its_copy_out_however_slow_that_is(monkeypatch: pyte
     expected = step(Stack(3), SPLITS["ragged"], fp8)
     copy_out = CudaTransfer.copy_out
 
-    def slow(self: CudaTransfer, source: torch.Tensor, host: torch.Tensor) -> Any:
+    def slow(self: CudaTransfer, source: torch.Tensor, host: torch.Tensor, after: Any = ()) -> Any:
         with torch.cuda.stream(self._out):
             torch.cuda._sleep(20_000_000)
-        return copy_out(self, source, host)
+        return copy_out(self, source, host, after)
 
     monkeypatch.setattr(CudaTransfer, "copy_out", slow)
     model = Stack(3)
@@ -168,10 +168,10 @@ def test_copy_back_waits_for_its_copy_out_however_slow_that_is(monkeypatch: pyte
 def test_device_memory_is_not_reused_while_a_copy_out_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     copy_out = CudaTransfer.copy_out
 
-    def slow_then_poison(self: CudaTransfer, source: torch.Tensor, host: torch.Tensor) -> Any:
+    def slow_then_poison(self: CudaTransfer, source: torch.Tensor, host: torch.Tensor, after: Any = ()) -> Any:
         with torch.cuda.stream(self._out):
             torch.cuda._sleep(5_000_000)
-        return copy_out(self, source, host)
+        return copy_out(self, source, host, after)
 
     expected = step(Stack(4), SPLITS["ragged"], False)
     monkeypatch.setattr(CudaTransfer, "copy_out", slow_then_poison)
@@ -187,6 +187,26 @@ def test_device_memory_is_not_reused_while_a_copy_out_reads_it(monkeypatch: pyte
     assert_same_bits(expected, found)
     assert session.records[-1].bytes_out > 0
     assert len(poison) == 4
+
+
+def test_host_memory_is_not_overwritten_while_a_copy_back_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_back = CudaTransfer.copy_back
+
+    def slow(self: CudaTransfer, host: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
+        with torch.cuda.stream(self._back):
+            torch.cuda._sleep(20_000_000)
+        return copy_back(self, host, target, after)
+
+    expected = [step(Stack(3), SPLITS["ragged"], False, seed=seed) for seed in range(4)]
+    monkeypatch.setattr(CudaTransfer, "copy_back", slow)
+    model, found = Stack(3), []
+    with OffloadSession(model.layers, min_bytes=0) as session:
+        for seed in range(4):  # no comparison in between: it would wait for the copies
+            with session.step():
+                found.append(step(model, SPLITS["ragged"], False, seed=seed))
+    for one, other in zip(expected, found, strict=True):
+        assert_same_bits(one, other)
+    assert session.records[-1].bytes_back > 0
 
 
 def test_memory_brought_back_for_nobody_is_not_reused_too_early() -> None:
