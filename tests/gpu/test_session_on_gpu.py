@@ -201,7 +201,7 @@ def test_host_memory_is_not_overwritten_while_a_copy_back_reads_it(monkeypatch: 
     monkeypatch.setattr(CudaTransfer, "copy_back", slow)
     model, found = Stack(3), []
     with OffloadSession(model.layers, min_bytes=0) as session:
-        for seed in range(4):  # no comparison in between: it would wait for the copies
+        for seed in range(4):  # no comparison in between: the host would wait for the copies
             with session.step():
                 found.append(step(model, SPLITS["ragged"], False, seed=seed))
     for one, other in zip(expected, found, strict=True):
