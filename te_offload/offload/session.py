@@ -36,7 +36,8 @@ class OffloadSession:
         layers: the layers: a list, a ``ModuleList``, or one module, which is then one layer (a ``te.ops.Sequential``
             too).
         min_bytes: a slot smaller than this stays on the device. Bytes, or text such as ``"1MiB"``.
-        host_limit: most host memory at once; slots that do not fit stay on the device. ``None``: no limit.
+        host_limit: most offloaded bytes on the host at once; slots that do not fit stay on the device. ``None``: no
+            limit. The arena may hold more than is on loan; `StepRecord.host_held` says how much.
         max_in_flight: most bytes on the device that wait only for their copy out. Lower saves more memory, and may make
             the GPU wait for the link.
         enabled: ``False`` records everything and offloads nothing.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,6 +66,3 @@ def slot_bytes(
         "act_input": tokens * ffn * 2,
         "fc2_input": tokens * ffn * width + scales,
     }
-
-
-Maker = Callable[..., Any]

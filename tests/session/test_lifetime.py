@@ -254,12 +254,6 @@ def test_offloaded_memory_is_free_after_the_forward_also_with_an_empty_expert() 
 
 
 def test_tensor_changed_after_it_was_saved_is_an_error() -> None:
-    module = make_mlp(keep=["act_input"])
-    x, sizes, scales = make_inputs(SPLITS)
-    with OffloadSession(module, min_bytes=0) as session, session.step():
-        h = module[0](x, sizes)
-        y = module(x.detach().clone().requires_grad_(), sizes, scales, sizes)
-        y.sum().backward()
     layer = torch.nn.Linear(4, 4)
     with OffloadSession(layer, enabled=False) as session, session.step():
         x = torch.ones(2, 4, requires_grad=True) * 1
@@ -267,7 +261,6 @@ def test_tensor_changed_after_it_was_saved_is_an_error() -> None:
         x.add_(1)
         with pytest.raises(SavedTensorModifiedError, match="layer0/other: a saved tensor was written to in place"):
             y.sum().backward()
-    assert h.shape == (10, 32)
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
