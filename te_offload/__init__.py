@@ -8,17 +8,30 @@ Engine.
 import torch  # noqa: F401  Transformer Engine's libraries are found only once torch is loaded
 
 from te_offload import errors, fused, ops
-from te_offload.offload import OffloadSession, Residency, SlotRecord, StepRecord
+from te_offload.offload import (
+    OffloadSession,
+    Outcome,
+    Plan,
+    PlannedSlot,
+    Residency,
+    SlotRecord,
+    StepRecord,
+    Window,
+)
 from te_offload.slots import Fate, Reason, SlotName
 
 __all__ = [
     "Fate",
     "OffloadSession",
+    "Outcome",
+    "Plan",
+    "PlannedSlot",
     "Reason",
     "Residency",
     "SlotName",
     "SlotRecord",
     "StepRecord",
+    "Window",
     "errors",
     "fused",
     "ops",

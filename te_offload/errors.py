@@ -5,7 +5,9 @@ might expect as a built-in kind (a bad argument, a bad value) is that kind too. 
 
     OffloadError
     ├── ArgumentError            (ValueError)    an argument's value is wrong
-    │   └── ArgumentTypeError    (TypeError)     an argument's type is wrong
+    │   ├── ArgumentTypeError    (TypeError)     an argument's type is wrong
+    │   ├── BudgetError                          budgets that the slots of this model cannot meet
+    │   └── PlanError                            a plan of another model, or a file that is none
     ├── UnsupportedError         (RuntimeError)  this machine, release or layout cannot do what was asked
     │   ├── UnsupportedReleaseError              a Transformer Engine release that no row of the table covers
     │   └── UnknownLayoutError                   saved tensors that do not look as the release's row says
@@ -13,7 +15,9 @@ might expect as a built-in kind (a bad argument, a bad value) is that kind too. 
     │   ├── ConflictError                        another offloading engine, or another session, is in the way
     │   ├── BackwardTwiceError                   the saved tensors of te.ops were asked for a second time
     │   └── StepEndedError                       a backward after its step, or the session, had ended
-    └── SavedTensorModifiedError (RuntimeError)  a saved tensor was written to before its backward
+    ├── SavedTensorModifiedError (RuntimeError)  a saved tensor was written to before its backward
+    ├── CorruptionError          (RuntimeError)  verify=True found other bytes than were saved
+    └── CopyError                (RuntimeError)  the CUDA runtime refused a copy
 """
 
 from __future__ import annotations
@@ -29,6 +33,14 @@ class ArgumentError(OffloadError, ValueError):
 
 class ArgumentTypeError(ArgumentError, TypeError):
     """An argument has a type that cannot work."""
+
+
+class BudgetError(ArgumentError):
+    """What may stay on the device is less than what must."""
+
+
+class PlanError(ArgumentError):
+    """A plan does not belong to the model, or a file holds none."""
 
 
 class UnsupportedError(OffloadError, RuntimeError):
@@ -61,3 +73,11 @@ class StepEndedError(StateError):
 
 class SavedTensorModifiedError(OffloadError, RuntimeError):
     """A tensor was changed in place between the forward that saved it and its backward."""
+
+
+class CorruptionError(OffloadError, RuntimeError):
+    """The bytes of a restored slot are not the ones that were saved."""
+
+
+class CopyError(OffloadError, RuntimeError):
+    """The CUDA runtime refused a copy."""

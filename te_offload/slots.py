@@ -24,6 +24,8 @@ class SlotName(str, enum.Enum):
     FC2_INPUT = "fc2_input"
     GROUPED_LINEAR_INPUT = "grouped_linear_input"
     """Input of a GroupedLinear that stands in no grouped-MLP window."""
+    REGION = "region"
+    """What a layer saved inside a ``with session.region(...)``."""
     OTHER = "other"
     """Tensors that a layer saved outside the ops of te_offload."""
 
@@ -50,6 +52,7 @@ class Reason(str, enum.Enum):
     MARKED = "marked not to go"
     TOO_SMALL = "too small"
     NO_ROOM = "no room on the host"
+    PLAN = "kept by the plan"
     ALIAS = "shares memory that stays"
     PARAMETER = "a parameter's memory"
     OTHER_DEVICE = "on another device"
@@ -81,16 +84,21 @@ class SavedSlot:
         buffers: the tensors that hold the slot, quantized storages taken apart (data and scales).
         exempt: tensors saved beside it that are never offloaded: weights and their quantized copies, split sizes,
             offsets, router scales.
+        carried_bytes: bytes of exempt tensors that do not pass the saved-tensor hooks at all.
     """
 
     name: SlotName | None
     state: SaveState
     buffers: tuple[torch.Tensor, ...]
     exempt: tuple[torch.Tensor, ...]
+    carried_bytes: int = 0
 
 
 class SlotObserver(Protocol):
     """Someone who wants to know which saved tensors are which slot: an offload session."""
+
+    def takes_all(self) -> bool:
+        """Whether the observer's own hook is the only one that will see what is saved now."""
 
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot) -> None:
         """Called in the forward of ``op``, before its tensors reach the saved-tensor hooks."""

@@ -86,7 +86,7 @@ def run_demo(*, no_offload: str, steps: int, device: str, min_bytes: str, out: P
         bar = _curve(sizes, 32)
         console.print(f"Saved on the device over the last step, {label:>7}: {bar} at most {format_bytes(max(sizes))}")
     console.print()
-    console.print(slot_table(offloaded.record))
+    console.print(slot_table(offloaded.record, console.width))
     console.print(totals(offloaded.record), highlight=False, soft_wrap=True)
 
     checks = {

@@ -102,7 +102,9 @@ def train(config: TrainingConfig, *, offload: bool | None, progress: Callable[[f
         with contextlib.ExitStack() as stack:
             session = None
             if offload is not None:
-                session = stack.enter_context(OffloadSession(model.layers, min_bytes=config.min_bytes, enabled=offload))
+                session = stack.enter_context(
+                    OffloadSession(model.layers, min_bytes=config.min_bytes, max_in_flight="8MiB", enabled=offload)
+                )
             for _ in range(config.steps):
                 starts = torch.randint(len(text) - config.model.context - 1, (config.batch,), generator=order)
                 rows = torch.stack([text[s : s + config.model.context + 1] for s in starts.tolist()])

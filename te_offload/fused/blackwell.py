@@ -28,15 +28,28 @@ class _DeclaresSlots:
         self, basic_op_ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, Any]:
         """The fused forward of Transformer Engine; afterwards every slot of its window is marked and declared."""
-        result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
-        if not any(isinstance(op, SlotOwner) and op.is_watched() for op in self.basic_ops):
+        with te_adapter.OffloadSwitch(on=False):
+            result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
+        owners = [op for op in self.basic_ops if isinstance(op, SlotOwner)]
+        if not any(op.is_watched() for op in owners):
             return result
-        slots = te_adapter.read_fused(self.basic_ops, basic_op_ctxs)
+        carry = all(isinstance(op, SlotOwner) and op.hooks_are_observers() for op in self.basic_ops)
+        slots = te_adapter.read_fused(self.basic_ops, basic_op_ctxs, carry=carry)
         for op, slot in zip(self.basic_ops, slots or (), strict=False):
             if isinstance(op, SlotOwner):
                 op.declare_slot(slot)
             else:  # a plain te.ops op inside the window: its weights stay all the same
                 te_adapter.mark_exempt_and_kept(slot, keep_input=False)
+        return result
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any, Any]:
+        """The fused backward of Transformer Engine, with the weights' copies that passed the hooks by."""
+        te_adapter.bring_weights(self.basic_ops[0], basic_op_ctxs[0])
+        result: tuple[torch.Tensor, Any, Any] = super().fuser_backward(  # type: ignore[misc]
+            basic_op_ctxs, grad_output, **kwargs
+        )
         return result
 
 

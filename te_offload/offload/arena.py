@@ -1,8 +1,9 @@
-"""Which bytes of a range are free: the bookkeeping of host memory, without the memory.
+"""Which bytes of some ranges of memory are free: the bookkeeping of host memory, without the memory.
 
-In: numbers of bytes. Out: `Block` values. Keeps true: blocks never overlap and start at multiples of 512 bytes; free
-neighbours are one range again; a block that was given back carries the copies that may still use its bytes, and so does
-every later block that overlaps it. Does not: own memory, or wait.
+In: ranges, and numbers of bytes. Out: `Block` values. Keeps true: blocks never overlap, begin and end at multiples of
+512 bytes from their range's begin, and lie in one range; as many bytes as are free can be taken, in several blocks where
+no gap is long enough; free neighbours are one gap again; a gap carries the copies that may still use its bytes, and so
+does every block cut from it. Does not: own memory, or wait.
 """
 
 from __future__ import annotations
@@ -12,79 +13,101 @@ from dataclasses import dataclass
 
 from te_offload.errors import StateError
 from te_offload.offload.extents import ALIGNMENT
-from te_offload.offload.transfer import Done
+from te_offload.offload.transfer import Mark
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to a multiple of 512, at least 512."""
-    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+    """``nbytes`` rounded up to a multiple of 512."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes ``offset`` to ``offset + nbytes`` of an arena.
+    """Bytes ``begin`` to ``begin + nbytes``, as addresses.
 
     Attributes:
+        range_id: the range that it lies in; blocks of two ranges are never joined.
         pending: copies that may still read or write them; a new copy must be ordered after these.
     """
 
-    offset: int
+    range_id: int
+    begin: int
     nbytes: int
-    pending: tuple[Done, ...] = ()
+    pending: tuple[Mark, ...] = ()
 
     @property
     def end(self) -> int:
         """One past the last byte."""
-        return self.offset + self.nbytes
+        return self.begin + self.nbytes
 
 
 class Arena:
-    """Hands out blocks of ``nbytes`` bytes.
+    """Hands out blocks of the ranges that it was given."""
 
-    Args:
-        nbytes: size of the range; a multiple of 512.
-    """
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.free_bytes = 0
+        self._free: list[Block] = []
+        self._taken: dict[int, Block] = {}
+        self._ranges = 0
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._free = [Block(0, nbytes)] if nbytes else []
-        self._taken: dict[int, int] = {}
+    def add(self, begin: int, nbytes: int) -> None:
+        """One more range, free at first. ``nbytes``: a multiple of 512."""
+        self._free.append(Block(self._ranges, begin, nbytes))
+        self._ranges += 1
+        self.nbytes += nbytes
+        self.free_bytes += nbytes
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in no block."""
-        return sum(block.nbytes for block in self._free)
-
-    def take(self, nbytes: int) -> Block | None:
-        """The smallest free range that fits, cut to size; ``None`` if none fits."""
-        size = aligned(nbytes)
-        best = min((block for block in self._free if block.nbytes >= size), key=lambda b: b.nbytes, default=None)
-        if best is None:
+    def take(self, nbytes: int) -> list[Block] | None:
+        """Blocks of ``nbytes`` bytes together, rounded up to 512: one if a gap is long enough (the shortest such gap),
+        else the longest gaps. ``None`` if not so many bytes are free.
+        """
+        missing = aligned(nbytes)
+        if missing > self.free_bytes:
             return None
-        pending = tuple(done for done in best.pending if not done.is_over())
-        position = self._free.index(best)
-        rest = Block(best.offset + size, best.nbytes - size, pending)
-        self._free[position : position + 1] = [rest] if rest.nbytes else []
-        self._taken[best.offset] = size
-        return Block(best.offset, size, pending)
+        blocks: list[Block] = []
+        while missing:
+            gap = min((gap for gap in self._free if gap.nbytes >= missing), key=_length, default=None)
+            if gap is None:
+                gap = max(self._free, key=_length)
+            blocks.append(self._cut(gap, min(missing, gap.nbytes)))
+            missing -= blocks[-1].nbytes
+        return blocks
 
-    def give(self, block: Block, uses: Iterable[Done] = ()) -> None:
-        """Take a block back. ``uses``: copies that may still use its bytes.
+    def _cut(self, gap: Block, nbytes: int) -> Block:
+        pending = tuple(mark for mark in gap.pending if not mark.is_over())
+        position = self._free.index(gap)
+        rest = Block(gap.range_id, gap.begin + nbytes, gap.nbytes - nbytes, pending)
+        self._free[position : position + 1] = [rest] if rest.nbytes else []
+        block = Block(gap.range_id, gap.begin, nbytes, pending)
+        self._taken[block.begin] = block
+        self.free_bytes -= nbytes
+        return block
+
+    def give(self, blocks: Iterable[Block], uses: Iterable[Mark] = ()) -> None:
+        """Take blocks back. ``uses``: copies that may still use their bytes.
 
         Raises:
-            StateError: the block is not out.
+            StateError: a block is not out.
         """
-        if self._taken.pop(block.offset, None) != block.nbytes:
-            raise StateError(f"A block of {block.nbytes} bytes at {block.offset} was given back, but is not out.")
-        freed = Block(block.offset, block.nbytes, tuple(uses))
-        before = [other for other in self._free if other.end == freed.offset]
-        after = [other for other in self._free if other.offset == freed.end]
-        pending = (*(done for other in (*before, *after) for done in other.pending), *freed.pending)
-        start = before[0].offset if before else freed.offset
-        end = after[0].end if after else freed.end
-        merged = Block(start, end - start, tuple(done for done in pending if not done.is_over()))
-        self._free = [*(other for other in self._free if other not in (*before, *after)), merged]
+        pending = tuple(uses)
+        for block in blocks:
+            if self._taken.pop(block.begin, None) is not block:
+                raise StateError(f"A block of {block.nbytes} bytes at {block.begin:#x} was given back, but is not out.")
+            self.free_bytes += block.nbytes
+            gap = Block(block.range_id, block.begin, block.nbytes, pending)
+            sides = [g for g in self._free if g.range_id == gap.range_id and gap.begin in (g.end, g.begin - gap.nbytes)]
+            for side in sides:
+                self._free.remove(side)
+                begin, end = min(side.begin, gap.begin), max(side.end, gap.end)
+                both = tuple(mark for mark in (*side.pending, *gap.pending) if not mark.is_over())
+                gap = Block(gap.range_id, begin, end - begin, both)
+            self._free.append(gap)
 
-    def pending(self) -> list[Done]:
+    def pending(self) -> list[Mark]:
         """All copies that may still use free bytes."""
-        return [done for block in self._free for done in block.pending]
+        return [mark for gap in self._free for mark in gap.pending]
+
+
+def _length(block: Block) -> int:
+    return block.nbytes

@@ -16,7 +16,7 @@ import torch
 from te_offload.errors import ArgumentError, BackwardTwiceError
 from te_offload.ops import te_adapter
 from te_offload.ops.slot_owner import SlotOwner
-from te_offload.slots import SavedSlot, SlotName
+from te_offload.slots import SavedSlot, SlotName, slot_title
 
 if TYPE_CHECKING:
     from te_offload.offload.session import OffloadSession
@@ -101,6 +101,7 @@ class Attachment:
         self.module = module
         self.session: weakref.ref[OffloadSession] = session
         self.forwards = 0
+        self.slot_names = frozenset(slot_title(name, op_name, slot) for op_name, _, slot in owners)
         self._owners = {id(op): (op_name, op, slot) for op_name, op, slot in owners}
         self._handles = [
             module.register_forward_pre_hook(_ForwardHook(self, before=True), prepend=True),
@@ -112,6 +113,12 @@ class Attachment:
             if id(part) in self._owners or any(id(child) in self._owners for child in part.children()):
                 where = f"{name}/{part_name}" if part_name else name
                 self._handles.append(part.register_forward_hook(_SingleBackward(where)))
+
+    def takes_all(self) -> bool:
+        """See `SlotObserver.takes_all`."""
+        session = self.session()
+        visit = session.visit_of(self) if session is not None else None
+        return visit is not None and visit.takes_all()
 
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot) -> None:
         """See `SlotObserver.slot_saved`."""

@@ -1,103 +1,128 @@
-"""Intervals of storages: what is copied, once, however many views of it were saved; and how a view comes back.
+"""Runs of memory: what is copied, once, however many views of it were saved; and how a view comes back.
 
-In: saved tensors. Out: `ViewSpec` (a tensor without its memory) and `Interval` (bytes of one storage). Keeps true:
-overlapping and touching views share one interval; an interval starts at a multiple of 512 bytes in its storage, so that
-a copy in a fresh allocation is aligned as the original was (kernels choose by alignment); sizes, strides, dtype and
-aliasing of restored views are the originals'. Does not: copy, or decide.
+In: saved tensors. Out: `Run` values (addresses) and the place of each tensor in them. Keeps true: overlapping and
+touching tensors share one run, also tensors of different storages that lie side by side on a GPU (one expert behind
+the other, say); a restored tensor has the original's size, strides, dtype, aliasing, and address modulo 512 bytes
+(kernels choose by alignment). Does not: copy, or decide.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 ALIGNMENT = 512  # bytes; what CUDA's caching allocator gives
+SEGMENT = 2 << 20  # bytes; the allocator's segments begin at multiples, and a copy must not span two of them
 
 
-@dataclass(frozen=True)
-class ViewSpec:
-    """A dense tensor without its memory. Offset in bytes from the start of its storage, size and stride in elements."""
+class Span(NamedTuple):
+    """The bytes that a dense tensor reads, by address. ``begin == end`` for a tensor without elements.
 
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    Attributes:
+        storage_begin: address of the first byte of its storage.
+        storage: identity of its storage, valid while something holds the storage.
+    """
+
+    begin: int
+    end: int
+    storage_begin: int
+    storage: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> ViewSpec:
-        """The spec of a strided tensor."""
-        offset = tensor.storage_offset() * tensor.element_size()
-        return cls(tensor.dtype, int(offset), tuple(tensor.shape), tuple(tensor.stride()))
-
-    @functools.cached_property
-    def is_empty(self) -> bool:
-        """Whether the view reads no byte."""
-        return 0 in self.size
-
-    @functools.cached_property
-    def end(self) -> int:
-        """One past the last byte that the view reads; the offset itself for an empty view."""
-        if self.is_empty:
-            return self.offset
-        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-        return self.offset + (last + 1) * self.dtype.itemsize
-
-    def over_nothing(self, device: torch.device) -> torch.Tensor:
-        """An empty view again, over no memory: the original would keep a whole storage alive for no byte."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
-
-    def over(self, memory: torch.Tensor, start: int) -> torch.Tensor:
-        """The view over ``memory`` (uint8, one dimension), whose first byte stands for byte ``start`` of the storage."""
-        offset = (self.offset - start) // self.dtype.itemsize
-        tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
-        tensor.set_(
-            memory.untyped_storage(), offset + memory.storage_offset() // self.dtype.itemsize, self.size, self.stride
-        )
-        return tensor
+    def of(cls, tensor: torch.Tensor) -> Span:
+        """The span of a strided tensor."""
+        storage = tensor.untyped_storage()
+        base, begin = storage.data_ptr(), tensor.data_ptr()
+        if tensor.is_contiguous():
+            return cls(begin, begin + tensor.nbytes, base, storage._cdata)
+        if 0 in tensor.shape:
+            return cls(begin, begin, base, storage._cdata)
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return cls(begin, begin + (last + 1) * tensor.element_size(), base, storage._cdata)
 
 
-@dataclass(frozen=True)
-class Interval:
-    """Bytes ``start`` to ``end`` of a storage."""
+class Run(NamedTuple):
+    """Bytes at ``address`` that are copied in one piece."""
 
-    start: int
-    end: int
+    address: int
+    nbytes: int
 
     @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        return self.end - self.start
-
-    def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The interval as a uint8 tensor over the storage itself."""
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, self.start, (self.nbytes,), (1,))
+    def lead(self) -> int:
+        """Bytes between the last multiple of 512 and the run."""
+        return self.address % ALIGNMENT
 
 
-def merge(specs: Iterable[ViewSpec]) -> list[Interval]:
-    """Disjoint intervals that cover views of one storage, in order; empty views need none."""
-    merged: list[Interval] = []
-    for spec in sorted(specs, key=lambda spec: spec.offset):
-        if spec.is_empty:
-            continue
-        start = spec.offset // ALIGNMENT * ALIGNMENT
-        if merged and start <= merged[-1].end:
-            merged[-1] = Interval(merged[-1].start, max(merged[-1].end, spec.end))
-        else:
-            merged.append(Interval(start, spec.end))
-    return merged
+class Runs(NamedTuple):
+    """The runs of some tensors.
 
+    Attributes:
+        runs: in the order of their addresses.
+        places: for each tensor the number of its run and the distance from the run's begin in bytes; ``None`` for one
+            without elements.
+        covered: bytes that the tensors read, each byte once.
+    """
 
-def covering(intervals: Sequence[Interval], spec: ViewSpec) -> Interval | None:
-    """The interval that holds a view; ``None`` for an empty view."""
-    if spec.is_empty:
-        return None
-    return next(interval for interval in intervals if interval.start <= spec.offset and spec.end <= interval.end)
+    runs: tuple[Run, ...]
+    places: tuple[tuple[int, int] | None, ...]
+    covered: int
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, valid while something holds the storage."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def find_runs(spans: Sequence[Span], *, across_storages: bool) -> Runs:
+    """The runs of spans.
+
+    Args:
+        spans: in any order.
+        across_storages: whether tensors of two storages may share a run where less than 512 bytes lie between them:
+            they may on a GPU, whose allocator owns those bytes.
+    """
+    runs: list[Run] = []
+    places: list[tuple[int, int] | None] = [None] * len(spans)
+    covered, begin, end, storage, read_to = 0, 0, -1, 0, -1
+    members: list[int] = []
+    for index in sorted(range(len(spans)), key=lambda index: spans[index].begin):
+        span = spans[index]
+        if span.begin == span.end:
+            continue
+        start = max(span.begin - span.begin % ALIGNMENT, span.storage_begin)
+        near = end >= 0 and start < end + ALIGNMENT
+        joins = near and (span.storage == storage or (across_storages and span.storage_begin % SEGMENT != 0))
+        if not joins:
+            _close(runs, places, spans, members, begin, end)
+            begin, end, members = start, span.end, []
+        members.append(index)
+        storage, end = span.storage, max(end, span.end)
+        covered += max(0, span.end - max(span.begin, read_to))
+        read_to = max(read_to, span.end)
+    _close(runs, places, spans, members, begin, end)
+    return Runs(tuple(runs), tuple(places), covered)
+
+
+def _close(
+    runs: list[Run],
+    places: list[tuple[int, int] | None],
+    spans: Sequence[Span],
+    members: list[int],
+    begin: int,
+    end: int,
+) -> None:
+    if members:
+        for index in members:
+            places[index] = (len(runs), spans[index].begin - begin)
+        runs.append(Run(begin, end - begin))
+
+
+def view_over(
+    memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor over ``memory`` (uint8, one dimension, a whole storage) that begins at its byte ``offset``."""
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), offset // dtype.itemsize, size, stride)

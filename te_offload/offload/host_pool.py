@@ -1,9 +1,9 @@
-"""Host memory for offloaded bytes: leases over slabs that stay, a limit, and the counts of both.
+"""Host memory for offloaded bytes: leases over slabs that stay, a cap, and the counts of both.
 
-In: numbers of bytes. Out: `Lease` values over uint8 tensors, page-locked where the device is a GPU. Keeps true: the live
-bytes never pass the limit; memory is taken from the system, and page-locked, only when no slab has room, and between
-steps the slabs become one of their size together; a lease is released once (twice is an error). Does not: wait for
-copies, except when it gives slabs up; a new lease says which copies its user must come after.
+In: numbers of bytes. Out: `Lease` values over addresses, page-locked where the device is a GPU. Keeps true: the bytes
+held never pass the cap; memory is taken from the system, and page-locked, only while the pool may grow, and no more
+than is missing; what does not fit is refused, not an error; a lease is released once (twice is an error). Does not:
+wait for copies, except when it gives slabs up; a new lease says which copies its user must come after.
 """
 
 from __future__ import annotations
@@ -15,40 +15,39 @@ from collections.abc import Callable, Iterable
 import torch
 
 from te_offload.errors import StateError
+from te_offload.offload import numa
 from te_offload.offload.arena import Arena, Block, aligned
-from te_offload.offload.transfer import Done
+from te_offload.offload.transfer import Mark
 from te_offload.units import format_bytes
 
 
 class _Slab:
-    """Some memory from the system, exactly as long as asked for, page-locked on request until it goes."""
+    """Some memory from the system, exactly as long as asked for, page-locked on request until it goes.
 
-    def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self.arena = Arena(nbytes)
+    Raises:
+        OSError: the system has no such memory, or does not lock it.
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool, node: int | None) -> None:
         self._unpin: Callable[[], object] | None = None
-        if pinned:  # not through torch's pinned allocator, which rounds up to powers of two
-            self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-            _check(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0), "page-lock", nbytes)
+        # Not through torch's pinned allocator, which rounds up to powers of two. Python's mmap is shared memory: after a
+        # fork the pages that the GPU knows stay the parent's.
+        self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        self.address = self.memory.data_ptr()
+        if node is not None:
+            numa.bind(self.address, nbytes, node)
+        if pinned:
+            error = int(torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0))
+            if error:
+                raise OSError(f"CUDA error {error} while page-locking {format_bytes(nbytes)}")
             unpin = weakref.finalize(self, _unregister, self.memory)
             unpin.atexit = False  # type: ignore[misc]  # the driver is gone by then
             self._unpin = unpin
-        else:
-            self.memory = torch.empty(nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """End the page-locking, after the copies that use the memory."""
-        for done in self.arena.pending():
-            done.wait()
+        """End the page-locking. After the copies that use the memory."""
         if self._unpin is not None:
             self._unpin()
-
-
-def _check(error: object, what: str, nbytes: int) -> None:
-    if int(error) != 0:  # type: ignore[call-overload]
-        raise StateError(
-            f"Host pool: could not {what} {format_bytes(nbytes)} (CUDA error {int(error)}). "  # type: ignore[call-overload]
-            "Lower host_limit, or raise the machine's limit of locked memory (ulimit -l)."
-        )
 
 
 def _unregister(memory: torch.Tensor) -> None:
@@ -59,99 +58,117 @@ class Lease:
     """Some host bytes on loan from a pool.
 
     Attributes:
-        nbytes: how many.
+        nbytes: how many, rounded up to 512.
+        pieces: where: addresses and lengths, in order.
         pending: copies that may still use the memory; what is done with it must come after these.
     """
 
-    def __init__(self, pool: HostPool, slab: _Slab, block: Block, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.pending = block.pending
+    def __init__(self, pool: HostPool, blocks: list[Block]) -> None:
+        self.nbytes = sum(block.nbytes for block in blocks)
+        self.pieces = tuple((block.begin, block.nbytes) for block in blocks)
+        self.pending = tuple(mark for block in blocks for mark in block.pending)
         self._pool = pool
-        self._slab: _Slab | None = slab
-        self._block = block
+        self._blocks: list[Block] | None = blocks
 
-    @property
-    def memory(self) -> torch.Tensor:
-        """The bytes, a uint8 tensor of one dimension.
-
-        Raises:
-            StateError: the lease was released.
-        """
-        if self._slab is None:
-            raise StateError("This lease of host memory was released; its bytes may belong to another slot now.")
-        return self._slab.memory[self._block.offset : self._block.offset + self.nbytes]
-
-    def release(self, uses: Iterable[Done] = ()) -> None:
+    def release(self, uses: Iterable[Mark] = ()) -> None:
         """Give the bytes back. ``uses``: copies that may still use them.
 
         Raises:
             StateError: they were given back before.
         """
-        if self._slab is None:
+        if self._blocks is None:
             raise StateError("This lease of host memory was released before.")
-        slab, self._slab = self._slab, None
-        slab.arena.give(self._block, uses)
-        self._pool.live_bytes -= self.nbytes
+        blocks, self._blocks = self._blocks, None
+        self._pool.take_back(self, blocks, uses)
 
 
 class HostPool:
-    """Hands out host memory up to a limit.
+    """Hands out host memory up to a cap.
 
     Args:
-        limit: bytes that may be live at once; ``None``: no limit.
+        limit: bytes that may be held at once; ``None``: no cap.
         pinned: page-locked memory, as copies from and to a GPU need it to be asynchronous.
+        node: the NUMA node that the memory is asked for on; ``None``: wherever the system puts it.
 
     Attributes:
         live_bytes, peak_bytes: bytes on loan, now and at most.
         allocations: how often memory was taken from the system.
+        may_grow: whether memory may be taken from the system when a lease needs it.
+        failure: why the system refused memory, if it did; the pool does not ask again.
     """
 
-    def __init__(self, limit: int | None, *, pinned: bool) -> None:
+    def __init__(self, limit: int | None, *, pinned: bool, node: int | None = None) -> None:
         self.limit = limit
         self.pinned = pinned
+        self.node = node
         self.live_bytes = 0
         self.peak_bytes = 0
         self.allocations = 0
+        self.may_grow = True
+        self.failure: str | None = None
         self._slabs: list[_Slab] = []
+        self._arena = Arena()
 
     @property
     def held_bytes(self) -> int:
         """Bytes taken from the system."""
-        return sum(slab.arena.nbytes for slab in self._slabs)
+        return self._arena.nbytes
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether a lease of so many bytes would stay within the limit."""
-        return self.limit is None or self.live_bytes + nbytes <= self.limit
+    @property
+    def free_bytes(self) -> int:
+        """Bytes held and not on loan."""
+        return self._arena.free_bytes
 
-    def acquire(self, nbytes: int) -> Lease:
-        """A lease of exactly ``nbytes`` bytes.
+    @property
+    def nodes(self) -> set[int]:
+        """The NUMA nodes on which its pages lie, as far as sampled; empty if the system does not say."""
+        return {node for slab in self._slabs for node in numa.nodes_of(slab.address, slab.memory.numel())}
+
+    def acquire(self, nbytes: int) -> Lease | None:
+        """A lease of ``nbytes`` bytes, in several pieces if need be; ``None`` if there is no room.
 
         Raises:
-            StateError: the limit forbids it (ask `has_room` first), or the system has no memory to page-lock.
+            StateError: no bytes are asked for.
         """
-        if not self.has_room(nbytes):
-            raise StateError(
-                f"Host pool: {format_bytes(nbytes)} asked for, but {format_bytes(self.live_bytes)} of a limit of "
-                f"{format_bytes(self.limit or 0)} are in use. Raise host_limit, or keep more slots on the GPU."
-            )
-        for slab in self._slabs:
-            block = slab.arena.take(nbytes)
-            if block is not None:
-                break
-        else:
-            slab = self._grow(aligned(nbytes))
-            block = slab.arena.take(nbytes)
-        assert block is not None
-        self.live_bytes += nbytes
+        if nbytes <= 0:
+            raise StateError(f"Host pool: {nbytes} bytes were asked for.")
+        missing = aligned(nbytes) - self._arena.free_bytes
+        if missing > 0 and not self.reserve(missing):
+            return None
+        blocks = self._arena.take(nbytes)
+        assert blocks is not None
+        lease = Lease(self, blocks)
+        self.live_bytes += lease.nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return Lease(self, slab, block, nbytes)
+        return lease
+
+    def reserve(self, nbytes: int) -> bool:
+        """Take ``nbytes`` bytes more from the system; whether the cap, `may_grow` and the system let it."""
+        nbytes = aligned(nbytes)
+        over = self.limit is not None and self.held_bytes + nbytes > self.limit
+        if over or not self.may_grow or self.failure is not None:
+            return False
+        try:
+            slab = _Slab(nbytes, pinned=self.pinned, node=self.node)
+        except (OSError, ValueError, RuntimeError) as error:
+            self.failure = f"{error}; {format_bytes(self.held_bytes)} are held already"
+            return False
+        self._slabs.append(slab)
+        self._arena.add(slab.address, nbytes)
+        self.allocations += 1
+        return True
+
+    def take_back(self, lease: Lease, blocks: list[Block], uses: Iterable[Mark]) -> None:
+        """For `Lease.release`."""
+        self._arena.give(blocks, uses)
+        self.live_bytes -= lease.nbytes
 
     def settle(self) -> None:
         """Between steps: if nothing is on loan and there are several slabs, make one of their size together."""
-        if self.live_bytes == 0 and len(self._slabs) > 1:
+        if self.live_bytes == 0 and len(self._slabs) > 1 and self.may_grow:
             nbytes = self.held_bytes
             self.close()
-            self._grow(nbytes)
+            self.reserve(nbytes)
 
     def close(self) -> None:
         """Give all memory back to the system, after the copies that use it.
@@ -161,12 +178,9 @@ class HostPool:
         """
         if self.live_bytes:
             raise StateError(f"Host pool: {format_bytes(self.live_bytes)} are on loan; release them before closing.")
+        for mark in self._arena.pending():
+            mark.wait()
         for slab in self._slabs:
             slab.close()
         self._slabs = []
-
-    def _grow(self, nbytes: int) -> _Slab:
-        slab = _Slab(nbytes, pinned=self.pinned)
-        self._slabs.append(slab)
-        self.allocations += 1
-        return slab
+        self._arena = Arena()

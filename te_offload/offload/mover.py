@@ -1,24 +1,28 @@
-"""Moves chunks: out to the host, back to the device, and away; and counts the bytes while doing so.
+"""Moves cargos: out to the host, back to the device, and away; and counts the bytes while doing so.
 
-In: chunks. Out: device memory for them. Keeps true: bytes held only for a copy out stay within `max_in_flight` (the
-compute stream waits for the oldest copy first); device memory that a copy still reads or writes is not freed before the
-compute stream waits for that copy. Does not: choose chunks, or know slots.
+In: cargos. Out: device memory for them. Keeps true: every copy out comes after its producer, every copy back after its
+own copy out and after the work that may still use its new memory; a saved tensor is held until its copy out is over;
+bytes held only for a copy out stay within the bound (the compute stream waits for the oldest copy first), but for one
+cargo. Does not: choose what moves, or when it comes back (returns.py does).
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 
 import torch
 
-from te_offload.offload.chunk import Chunk, Residence, version_of
+from te_offload.offload.cargo import Cargo, Lot
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.record import Residency
-from te_offload.offload.transfer import make_transfer
+from te_offload.offload.saved import Saved
+from te_offload.offload.states import SlotState
+from te_offload.offload.transfer import Mark, Transfer
 
 
 class Counts:
-    """Bytes and copies of one step, and the resident bytes over it."""
+    """Bytes and copies of one step, the resident bytes over it, and the waits of the compute stream."""
 
     def __init__(self) -> None:
         self.bytes_out = 0
@@ -26,127 +30,156 @@ class Counts:
         self.copies_out = 0
         self.copies_back = 0
         self.peak_in_flight = 0
+        self.peak_ahead = 0
         self.resident = 0
         self.residency: list[Residency] = [Residency("step begins", 0)]
+        self.throttles: list[tuple[Mark, Mark]] = []  # where the compute stream was, and which copy it waited for
 
 
 class Mover:
     """Executes copies for one session.
 
     Args:
-        device: where the saved tensors are.
-        host_limit: most bytes of host memory; ``None``: no limit.
+        device: where the saved tensors are. pool: host memory. transfer: who copies.
+
+    Attributes:
         max_in_flight: most bytes on the device that wait for nothing but the end of their copy out.
+        in_flight: how many do now.
     """
 
-    def __init__(self, device: torch.device, host_limit: int | None, max_in_flight: int) -> None:
+    def __init__(self, device: torch.device, pool: HostPool, transfer: Transfer, max_in_flight: int) -> None:
         self.device = device
-        self.pool = HostPool(host_limit, pinned=device.type == "cuda")
+        self.pool = pool
+        self.transfer = transfer
+        self.max_in_flight = max_in_flight
         self.counts = Counts()
-        self._transfer = make_transfer(device)
-        self._max_in_flight = max_in_flight
-        self._leaving: collections.deque[Chunk] = collections.deque()
-        self._in_flight = 0
+        self.in_flight = 0
+        self._leaving: collections.deque[Cargo] = collections.deque()
 
-    def send_out(self, chunk: Chunk, storage: torch.UntypedStorage) -> None:
-        """Start the copy out of a chunk of ``storage``."""
-        source = chunk.interval.bytes_of(storage)
-        chunk.lease = self.pool.acquire(chunk.interval.nbytes)
-        chunk.out_done = self._transfer.copy_out(source, chunk.lease.memory, after=chunk.lease.pending)
-        chunk.source = source
-        chunk.move(Residence.LEAVING)
-        self._leaving.append(chunk)
-        self._in_flight += chunk.interval.nbytes
-        self.counts.bytes_out += chunk.interval.nbytes
-        self.counts.copies_out += 1
+    def keep(self, cargo: Cargo) -> None:
+        """The cargo stays on the device."""
+        cargo.move(SlotState.KEPT)
+        self._count(cargo)
+
+    def send_out(self, cargo: Cargo, users: Sequence[Saved]) -> None:
+        """Start the copy out of a cargo, whose lease and whose `ready` mark are there."""
+        assert cargo.lease is not None and cargo.ready is not None
+        cargo.sources = [user.tensor for user in users if user.tensor is not None]
+        cargo.out = self.transfer.copy_out(cargo.pieces_out(), (cargo.ready, *cargo.lease.pending))
+        cargo.move(SlotState.LEAVING)
+        self._count(cargo)
+        self._leaving.append(cargo)
+        self.in_flight += cargo.copied
+        self.counts.peak_in_flight = max(self.counts.peak_in_flight, self.in_flight)
+        self.counts.bytes_out += cargo.copied
+        self.counts.copies_out += len(cargo.runs)
 
     def settle(self) -> None:
-        """Let go of device memory whose copy out has ended, or must be waited for to stay within the bound."""
+        """Let go of device memory whose copy out is over, or must be waited for to stay within the bound."""
         while self._leaving:
-            chunk = self._leaving[0]
-            if chunk.residence is Residence.LEAVING:
-                assert chunk.out_done is not None
-                if self._in_flight <= self._max_in_flight and not chunk.out_done.is_over():
+            cargo = self._leaving[0]
+            assert cargo.out is not None
+            if not cargo.out.ended.is_over():
+                if self.in_flight <= self.max_in_flight or len(self._leaving) == 1:
                     break
-                self._finish_out(chunk)
+                self.counts.throttles.append((self.transfer.mark(), cargo.out.ended))
+                self.transfer.block_compute(cargo.out.ended)
             self._leaving.popleft()
-        self.counts.peak_in_flight = max(self.counts.peak_in_flight, self._in_flight)
+            self._let_go(cargo)
 
-    def _finish_out(self, chunk: Chunk) -> None:
-        assert chunk.out_done is not None
-        chunk.out_done.block_compute()
-        chunk.modified = any(version_of(tensor) != version for tensor, version in chunk.versions)
-        chunk.versions.clear()
-        chunk.source = None
-        chunk.move(Residence.ON_HOST)
-        self._in_flight -= chunk.interval.nbytes
-        self.uncount(chunk, "copied out")
+    def drain(self) -> None:
+        """Let go of all device memory that a copy out reads; the compute stream waits for those copies."""
+        while self._leaving:
+            cargo = self._leaving.popleft()
+            assert cargo.out is not None
+            self.transfer.block_compute(cargo.out.ended)
+            self._let_go(cargo)
 
-    def start_back(self, chunk: Chunk) -> None:
-        """Start the copy back of a chunk, unless it is on its way, back, or gone."""
-        if chunk.residence is Residence.LEAVING:
-            self._finish_out(chunk)
-        if chunk.residence is not Residence.ON_HOST:
+    def _let_go(self, cargo: Cargo) -> None:
+        self.in_flight -= cargo.copied
+        cargo.sources = None
+        if cargo.state is SlotState.LEAVING:
+            for reference in cargo.users:
+                user = reference()
+                if user is not None and user.let_go():
+                    cargo.modified = True
+            cargo.move(SlotState.ON_HOST)
+            self._uncount(cargo, "copied out")
+
+    def start_back(self, cargo: Cargo, free: Mark) -> None:
+        """Start to bring a cargo back, unless that was started, or there is nothing to bring. What has not left the
+        device yet stays there.
+
+        Args:
+            cargo: the cargo.
+            free: the mark after which memory allocated now may be written.
+        """
+        if cargo.state is SlotState.LEAVING:
+            self.recall(cargo)
+        if cargo.state is not SlotState.ON_HOST:
             return
-        assert chunk.lease is not None and chunk.out_done is not None
-        chunk.memory = torch.empty(chunk.interval.nbytes, dtype=torch.uint8, device=self.device)
-        chunk.back_done = self._transfer.copy_back(chunk.lease.memory, chunk.memory, after=chunk.out_done)
-        chunk.move(Residence.RETURNING)
-        self.count(chunk)
+        assert cargo.out is not None
+        for lot in cargo.lots:
+            lot.memory = torch.empty(lot.nbytes, dtype=torch.uint8, device=self.device)
+        cargo.back = self.transfer.copy_back(cargo.pieces_back(), (cargo.out.ended, free))
+        cargo.move(SlotState.RETURNING)
+        self._count(cargo)
         self.note("coming back")
-        self.counts.bytes_back += chunk.interval.nbytes
-        self.counts.copies_back += 1
+        self.counts.bytes_back += cargo.copied
+        self.counts.copies_back += len(cargo.runs)
 
-    def bring_back(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's bytes on the device, ready for work queued from now on; started now if not before."""
-        self.start_back(chunk)
-        if chunk.residence is Residence.RETURNING:
-            assert chunk.back_done is not None
-            chunk.back_done.block_compute()
-            chunk.move(Residence.RETURNED)
-        assert chunk.memory is not None
-        return chunk.memory
+    def recall(self, cargo: Cargo) -> None:
+        """The backward needs what has not left the device yet: its tensors stay."""
+        cargo.recalled = True
+        cargo.move(SlotState.RETURNED)
 
-    def hand_over(self, chunk: Chunk, *, first: bool) -> None:
-        """A user has its tensor (``first``: for the first time). With the last one only those tensors hold the memory."""
-        chunk.untaken -= first
-        if chunk.untaken == 0 and chunk.residence is Residence.RETURNED:
-            chunk.memory = None
-            chunk.move(Residence.ON_HOST)
+    def bring_back(self, cargo: Cargo) -> None:
+        """Make a cargo's bytes ready for work queued from now on; starts the copy if nobody did."""
+        if cargo.state is SlotState.ON_HOST or cargo.state is SlotState.LEAVING:
+            self.start_back(cargo, self.transfer.mark())
+        if cargo.state is SlotState.RETURNING:
+            assert cargo.back is not None
+            cargo.needed = self.transfer.mark()
+            self.transfer.block_compute(cargo.back.ended)
+            cargo.move(SlotState.RETURNED)
 
-    def release(self, chunk: Chunk) -> None:
-        """Give back what a chunk holds on either side. Does nothing for a chunk that was released."""
-        if chunk.residence is Residence.RELEASED:
+    def hand_over(self, cargo: Cargo, lot: Lot | None) -> None:
+        """A user has its tensor, for the first time. With a lot's last one only those tensors hold its memory."""
+        cargo.untaken -= 1
+        if lot is not None:
+            lot.untaken -= 1
+            if lot.untaken == 0:
+                lot.memory = None
+        if cargo.untaken == 0 and not cargo.recalled:
+            cargo.move(SlotState.ON_HOST)
+
+    def release(self, cargo: Cargo) -> None:
+        """Give back what a cargo holds on either side. Does nothing for a cargo that was released."""
+        if cargo.state is SlotState.RELEASED:
             return
-        if chunk.residence is Residence.LEAVING:
-            self._finish_out(chunk)
-        if chunk.residence is Residence.RETURNING:
-            self.bring_back(chunk)  # nobody will read it, but its memory may be freed only after the copy
-        if chunk.lease is not None:
-            chunk.lease.release([done for done in (chunk.out_done, chunk.back_done) if done is not None])
-            chunk.lease = None
-        chunk.memory = None
-        self.uncount(chunk, "released")
-        chunk.move(Residence.RELEASED)
+        if cargo.state is SlotState.LEAVING:
+            cargo.move(SlotState.ON_HOST)  # `settle` holds the tensors until the copy is over
+        if cargo.state is SlotState.RETURNING:
+            assert cargo.back is not None
+            self.transfer.block_compute(cargo.back.ended)  # nobody will read it, but its memory is being written
+            cargo.move(SlotState.RETURNED)
+        if cargo.lease is not None:
+            cargo.lease.release([copy.ended for copy in (cargo.out, cargo.back) if copy is not None])
+            cargo.lease = None
+        for lot in cargo.lots:
+            lot.memory = None
+        cargo.move(SlotState.RELEASED)
+        self._uncount(cargo, "released")
 
-    def user_died(self, chunk: Chunk) -> None:
-        """One handle of the chunk left the autograd graph; with the last one the chunk is released."""
-        chunk.alive -= 1
-        if chunk.alive == 0:
-            self.release(chunk)
-            chunk.users.clear()
+    def _count(self, cargo: Cargo) -> None:
+        if not cargo.counted:
+            cargo.counted = True
+            self.counts.resident += cargo.nbytes
 
-    def count(self, chunk: Chunk) -> None:
-        """The chunk's bytes are on the device now."""
-        if not chunk.counted:
-            chunk.counted = True
-            self.counts.resident += chunk.interval.nbytes
-
-    def uncount(self, chunk: Chunk, label: str) -> None:
-        """The chunk's bytes are no longer on the device."""
-        if chunk.counted:
-            chunk.counted = False
-            self.counts.resident -= chunk.interval.nbytes
+    def _uncount(self, cargo: Cargo, label: str) -> None:
+        if cargo.counted:
+            cargo.counted = False
+            self.counts.resident -= cargo.nbytes
             self.note(label)
 
     def note(self, label: str) -> None:

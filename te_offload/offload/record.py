@@ -1,14 +1,31 @@
-"""What happened in a step: the fate and bytes of every slot, and the bytes on the device over time.
+"""What happened in a step: the fate, bytes and times of every slot, and the bytes on the device over time.
 
-In: what the session notes while it works. Out: frozen `SlotRecord` and `StepRecord`. Keeps true: every slot that was
-saved in an attached layer has one row, offloaded or not, and a kept one says why. Does not: format (report/ does).
+In: what the engine notes while it works. Out: frozen `SlotRecord` and `StepRecord`. Keeps true: every slot that was
+saved in an attached layer has one row, offloaded or not, and a kept one says why; times are those of the device's own
+clock. Does not: format (report/ does), or talk to other ranks.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from te_offload.slots import Fate, Reason, SlotName, slot_title
+
+
+class Outcome(str, enum.Enum):
+    """How an offloaded slot came back."""
+
+    NONE = ""
+    """It was not offloaded."""
+    HIT = "hit"
+    """It was back before the backward needed it."""
+    LATE = "late"
+    """The backward waited for it."""
+    RECALLED = "never left"
+    """The backward needed it before its memory had been given up: nothing was copied back."""
+    UNREAD = "unread"
+    """No backward asked for it in its step."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +34,7 @@ class SlotRecord:
 
     Attributes:
         layer: name of the attached layer.
-        op: name of the op inside the layer; empty for `SlotName.OTHER`.
+        op: name of the op, or region, inside the layer; empty for `SlotName.OTHER`.
         slot: the slot's name.
         forward: number of the layer's forward in its step, from 0.
         nbytes: bytes of the slot, each byte of memory once.
@@ -25,6 +42,9 @@ class SlotRecord:
         fate: what became of it.
         reason: why it was not offloaded.
         bytes_out: bytes copied to the host for it; less than ``nbytes`` where a slot before it held the same memory.
+        outcome: how it came back.
+        out_ms, back_ms: how long its copies took; ``None`` where there was none.
+        exposed_ms: how long the backward waited for it.
     """
 
     layer: str
@@ -36,11 +56,25 @@ class SlotRecord:
     fate: Fate
     reason: Reason
     bytes_out: int
+    outcome: Outcome = Outcome.NONE
+    out_ms: float | None = None
+    back_ms: float | None = None
+    exposed_ms: float = 0.0
 
     @property
     def name(self) -> str:
         """``layer/op.slot``."""
         return slot_title(self.layer, self.op, self.slot)
+
+    @property
+    def out_gbs(self) -> float | None:
+        """Rate of the copy out in 1e9 bytes a second."""
+        return None if not self.out_ms else self.bytes_out / self.out_ms / 1e6
+
+    @property
+    def back_gbs(self) -> float | None:
+        """Rate of the copy back in 1e9 bytes a second."""
+        return None if not self.back_ms else self.bytes_out / self.back_ms / 1e6
 
 
 @dataclass(frozen=True)
@@ -52,38 +86,96 @@ class Residency:
 
 
 @dataclass(frozen=True)
+class Window:
+    """The device's time for one forward of a layer and for its backward, in milliseconds.
+
+    Attributes:
+        layer, forward: which.
+        begin_ms: from the step's begin to the forward's.
+        forward_ms: from the forward's begin to its end.
+        throttled_ms: how long the compute stream then waited for copies out, to stay within ``max_in_flight``.
+        needed_ms: from the step's begin to the backward's first read; ``None`` if there was none.
+        backward_ms: from there to the first read of the next forward, waits for copies taken out.
+        read: number of this backward among those of the step, from 0.
+    """
+
+    layer: str
+    forward: int
+    begin_ms: float
+    forward_ms: float
+    throttled_ms: float
+    needed_ms: float | None
+    backward_ms: float | None
+    read: int | None
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One step.
 
     Attributes:
-        index: number of the step in its session, from 0.
+        index: number of the step in its session, from 0. rank: of the process, 0 without torch.distributed.
         slots: a row for each slot of each forward, in the order of the forwards.
+        windows: a row for each forward that was not left alone.
         residency: bytes of saved tensors on the device over the step; weights and metadata do not count.
         bytes_out, bytes_back: bytes copied to the host, and back.
-        copies_out, copies_back: number of copies each way.
+        copies_out, copies_back: number of runs of memory copied each way.
         peak_in_flight: most bytes that were held on the device only for a copy out to end.
-        host_peak: most bytes of host memory held at once.
+        peak_ahead: most bytes that were back on the device before the backward reached their layer.
+        host_peak: most bytes of host memory on loan at once, aligned to 512.
         host_held: bytes that the pool holds after the step (page-locked where the device is a GPU).
         host_allocations: how often the session has taken memory from the system so far.
+        host_failure: why the system refused host memory, if it did.
         exempt_bytes: bytes of tensors that are never offloaded (weights, their copies, metadata), each forward's counted.
-        abandoned: chunks offloaded whose backward did not come in the step.
+        abandoned: slots offloaded whose backward did not come in the step.
+        planned: whether a plan chose the slots.
+        step_ms: the device's time from the step's begin to its end.
+        out_ms, back_ms: time during which a copy out, or back, was under way.
     """
 
     index: int
+    rank: int
     slots: tuple[SlotRecord, ...]
+    windows: tuple[Window, ...]
     residency: tuple[Residency, ...]
     bytes_out: int
     bytes_back: int
     copies_out: int
     copies_back: int
     peak_in_flight: int
+    peak_ahead: int
     host_peak: int
     host_held: int
     host_allocations: int
+    host_failure: str | None
     exempt_bytes: int
     abandoned: int
+    planned: bool
+    step_ms: float
+    out_ms: float
+    back_ms: float
 
     @property
     def peak_resident(self) -> int:
         """Most bytes of saved tensors on the device at one moment."""
         return max((moment.nbytes for moment in self.residency), default=0)
+
+    @property
+    def exposed_ms(self) -> float:
+        """How long backwards waited for slots."""
+        return sum(row.exposed_ms for row in self.slots)
+
+    @property
+    def throttled_ms(self) -> float:
+        """How long forwards waited for copies out, to stay within ``max_in_flight``."""
+        return sum(window.throttled_ms for window in self.windows)
+
+    @property
+    def out_gbs(self) -> float | None:
+        """Rate of the copies out while one was under way, in 1e9 bytes a second."""
+        return None if not self.out_ms else self.bytes_out / self.out_ms / 1e6
+
+    @property
+    def back_gbs(self) -> float | None:
+        """Rate of the copies back while one was under way, in 1e9 bytes a second."""
+        return None if not self.back_ms else self.bytes_back / self.back_ms / 1e6

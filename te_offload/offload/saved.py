@@ -1,6 +1,6 @@
 """The handle that stands in the autograd graph for a saved tensor.
 
-In: a saved tensor, and later the chunk that its bytes went with. Out: the same tensor, bit for bit. Keeps true: sizes,
+In: a saved tensor, and later the cargo that its bytes went with. Out: the same tensor, bit for bit. Keeps true: sizes,
 strides, dtype and aliasing are the original's; tensors of te.ops are given out once (Transformer Engine cannot run a
 second backward), others as often as autograd asks; a tensor that was written to since it was saved is an error, as it
 is without hooks. Does not: decide whether its bytes move.
@@ -9,46 +9,79 @@ is without hooks. Does not: decide whether its bytes move.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_offload.errors import BackwardTwiceError, SavedTensorModifiedError, StepEndedError
-from te_offload.offload.chunk import Chunk, Residence, version_of
-from te_offload.offload.extents import ViewSpec, storage_key
-from te_offload.offload.mover import Mover
+from te_offload.offload.cargo import Cargo, Hold, Lot
+from te_offload.offload.extents import view_over
+from te_offload.offload.states import SlotState
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SlotName, slot_title
 
+if TYPE_CHECKING:
+    from te_offload.offload.transfer import Mark
+    from te_offload.offload.visit import LayerVisit
 
-@dataclass
+
 class SlotEntry:
     """One slot of one forward while the forward runs, and its fate afterwards.
 
     Attributes:
-        layer, op, slot: its name. keep: the op said ``no_offload_activation``.
+        visit: the forward. op, slot: its name in the layer. ordinal: number of an unnamed one in its forward.
+        keep: the op, or the region, said ``no_offload_activation``.
         once: the tensors are of te.ops, which reads them once.
+        ready: the mark after which its bytes are there; ``None``: the end of the forward.
         handles: its saved tensors; weak, since the autograd graph alone decides how long they live.
         fate, reason: what became of it. nbytes, tensors, bytes_out: as in `SlotRecord`.
+        cargo: what carries its bytes and no other slot's; ``None`` if another slot's does.
     """
 
-    layer: str
-    op: str
-    slot: SlotName
-    keep: bool
-    once: bool
-    handles: list[weakref.ref[Saved]] = field(default_factory=list)
-    fate: Fate = Fate.KEPT
-    reason: Reason = Reason.NONE
-    nbytes: int = 0
-    tensors: int = 0
-    bytes_out: int = 0
+    __slots__ = (
+        "bytes_out",
+        "cargo",
+        "fate",
+        "handles",
+        "keep",
+        "nbytes",
+        "once",
+        "op",
+        "ordinal",
+        "ready",
+        "reason",
+        "slot",
+        "tensors",
+        "visit",
+    )
+
+    def __init__(
+        self, visit: LayerVisit, op: str, slot: SlotName, *, keep: bool, once: bool, ordinal: int | None = None
+    ) -> None:
+        self.visit = visit
+        self.op = op
+        self.slot = slot
+        self.ordinal = ordinal
+        self.keep = keep
+        self.once = once
+        self.ready: Mark | None = None
+        self.handles: list[weakref.ref[Saved]] = []
+        self.fate = Fate.KEPT
+        self.reason = Reason.NONE
+        self.nbytes = 0
+        self.tensors = 0
+        self.bytes_out = 0
+        self.cargo: Cargo | None = None
+
+    @property
+    def title(self) -> str:
+        """``layer/op.slot``; all that nobody named is one slot of its layer."""
+        return slot_title(self.visit.layer, self.op, self.slot)
 
     @property
     def name(self) -> str:
-        """``layer/op.slot``."""
-        return slot_title(self.layer, self.op, self.slot)
+        """The title, with a number where nobody named it."""
+        return self.title if self.ordinal is None else f"{self.title}[{self.ordinal}]"
 
     def live_handles(self) -> list[Saved]:
         """The handles that are still in an autograd graph and still hold their tensor."""
@@ -62,28 +95,31 @@ class Saved:
     Args:
         tensor: the tensor; held until it moves, or is given out if its slot is read once.
         entry: its slot.
-        fetch: called before the tensor is read if its bytes have moved; starts copies back.
-        mover: who can bring its bytes back.
     """
 
-    __slots__ = ("__weakref__", "_fetch", "_mover", "_taken", "_version", "chunk", "entry", "key", "spec", "tensor")
+    __slots__ = (
+        "__weakref__",
+        "_dtype",
+        "_offset",
+        "_size",
+        "_stride",
+        "_taken",
+        "cargo",
+        "entry",
+        "hold",
+        "lot",
+        "tensor",
+        "version",
+    )
 
-    def __init__(self, tensor: torch.Tensor, entry: SlotEntry, fetch: Any, mover: Mover) -> None:
+    def __init__(self, tensor: torch.Tensor, entry: SlotEntry) -> None:
         self.tensor: torch.Tensor | None = tensor
         self.entry = entry
-        self.spec: ViewSpec | None = ViewSpec.of(tensor) if is_plain(tensor) else None
-        self.key = 0 if self.spec is None else storage_key(tensor)  # valid while the handle holds the tensor
-        self.chunk: Chunk | None = None
-        self._version = version_of(tensor)
-        self._fetch = fetch
-        self._mover = mover
+        self.version = version_of(tensor)
+        self.cargo: Cargo | None = None
+        self.hold: Hold | None = None
+        self.lot: Lot | None = None
         self._taken = False
-
-    @property
-    def held(self) -> torch.Tensor:
-        """The tensor, while the handle holds it."""
-        assert self.tensor is not None
-        return self.tensor
 
     def take(self) -> torch.Tensor:
         """The saved tensor, on the device and ready for work queued from now on.
@@ -92,47 +128,70 @@ class Saved:
             BackwardTwiceError: te.ops asked before.
             StepEndedError: its step has ended, and its bytes are gone.
             SavedTensorModifiedError: it was written to since it was saved.
+            CorruptionError: ``verify=True`` found other bytes than were saved.
         """
+        entry, cargo = self.entry, self.cargo
         first, self._taken = not self._taken, True
-        if not first and self.entry.once:
+        if not first and entry.once:
             raise BackwardTwiceError(
-                f"{self.entry.name} was given to a backward before. te.ops cannot run a second backward over one forward: "
+                f"{entry.name} was given to a backward before. te.ops cannot run a second backward over one forward: "
                 "Transformer Engine frees what it saved. Run the forward again instead of retain_graph=True."
             )
-        if self.tensor is not None:
-            tensor = self.tensor
-            self._check_version(version_of(tensor) != self._version)
-            if self.entry.once:
+        if not entry.visit.read:
+            entry.visit.first_read()
+        if cargo is not None and self.tensor is None:
+            if cargo.state is SlotState.RELEASED:
+                raise StepEndedError(
+                    f"{entry.name} was offloaded in a step that has ended, or its session was closed, so its bytes are "
+                    "gone. Call backward inside the same `with session.step():` as the forward."
+                )
+            if cargo.state is not SlotState.RETURNED:
+                entry.visit.bring_back(cargo)
+        tensor = self.tensor
+        if tensor is not None:
+            if version_of(tensor) != self.version:
+                self._fail_modified()
+            if cargo is not None and cargo.state is SlotState.LEAVING:
+                entry.visit.recall(cargo)
+            if entry.once:
                 self.tensor = None
             return tensor
-        chunk, spec = self.chunk, self.spec
-        assert spec is not None
-        if chunk is None:
-            return spec.over_nothing(self._mover.device)
-        if chunk.residence is Residence.RELEASED:
-            raise StepEndedError(
-                f"{self.entry.name} was offloaded in a step that has ended, or its session was closed, so its bytes are "
-                "gone. Call backward inside the same `with session.step():` as the forward."
-            )
-        self._fetch()
-        memory = self._mover.bring_back(chunk)
-        self._check_version(chunk.modified)
-        tensor = spec.over(memory, chunk.interval.start)
-        self._mover.hand_over(chunk, first=first)
+        if cargo is not None and cargo.modified:
+            self._fail_modified()
+        tensor = self._restore()
+        if first and cargo is not None:
+            entry.visit.handed_over(cargo, self.lot)
         return tensor
 
-    def go_with(self, chunk: Chunk | None) -> None:
-        """From now on the bytes are the chunk's (``None``: there are none); the handle no longer holds the tensor."""
-        if chunk is not None:
-            chunk.versions.append((self.held, self._version))
-        self.chunk, self.tensor = chunk, None
+    def _restore(self) -> torch.Tensor:
+        if self.lot is None:  # it had no elements
+            device = self.entry.visit.device
+            return torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=device)
+        assert self.lot.memory is not None
+        return view_over(self.lot.memory, self._offset, self._dtype, self._size, self._stride)
 
-    def _check_version(self, modified: bool) -> None:
-        if modified:
-            raise SavedTensorModifiedError(
-                f"{self.entry.name}: a saved tensor was written to in place after the forward had saved it, so its "
-                "gradient would be wrong. Write to a clone instead."
-            )
+    def go_with(self, cargo: Cargo | None, place: tuple[int, int] | None) -> None:
+        """From now on the bytes are also the cargo's, ``place`` of them in its runs (``None``: there are none)."""
+        tensor = self.tensor
+        assert tensor is not None
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.cargo = cargo
+        if place is not None and cargo is not None:
+            lot, begin = cargo.places[place[0]]
+            self.lot, self._offset = lot, begin + place[1]
+            lot.untaken += 1
+            cargo.untaken += 1
+
+    def let_go(self) -> bool:
+        """The copy out is over: stop holding the tensor. Whether it was written to since it was saved."""
+        tensor, self.tensor = self.tensor, None
+        return tensor is not None and version_of(tensor) != self.version
+
+    def _fail_modified(self) -> None:
+        raise SavedTensorModifiedError(
+            f"{self.entry.name}: a saved tensor was written to in place after the forward had saved it, so its "
+            "gradient would be wrong. Write to a clone instead."
+        )
 
 
 class SavedWrapper:
@@ -156,6 +215,11 @@ class SavedWrapper:
 def give_out(packed: Any) -> Any:
     """The unpack hook: a handle's tensor, or what was never packed."""
     return packed.take() if isinstance(packed, (Saved, SavedWrapper)) else packed
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The in-place version of a tensor; -1 for an inference tensor, which has none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -2,16 +2,16 @@
 
 In: layers, and rules in bytes. Out: the same gradients, less memory, a record of each step. Keeps true: outside of
 `step()` the layers behave as if there were no session; after a step, or an exception in it, no hook of the session is
-left on autograd's stack and no host memory is held; no module-level state, so any number of sessions can live in a
+left on autograd's stack and no host memory is on loan; no module-level state, so any number of sessions can live in a
 process. Does not: know what an op computes.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +19,17 @@ import torch
 from te_offload.errors import ArgumentError, ArgumentTypeError, ConflictError, StateError, UnsupportedError
 from te_offload.fused.window import named_slot_owners
 from te_offload.offload.attachment import Attachment
-from te_offload.offload.mover import Counts, Mover
+from te_offload.offload.decide import Rules
+from te_offload.offload.engine import Engine, HostSettings
+from te_offload.offload.plan import Plan
+from te_offload.offload.planner import Planner
+from te_offload.offload.policy import Policy
 from te_offload.offload.record import StepRecord
-from te_offload.offload.visit import LayerVisit, Rules
+from te_offload.offload.states import SessionState, change
+from te_offload.offload.visit import LayerVisit, Region
 from te_offload.ops import te_adapter
 from te_offload.slots import Reason
 from te_offload.units import parse_bytes
-
-HISTORY = 16  # steps whose records are kept
 
 
 class OffloadSession:
@@ -35,15 +38,28 @@ class OffloadSession:
     Args:
         layers: the layers: a list, a ``ModuleList``, or one module, which is then one layer (a ``te.ops.Sequential``
             too).
+        policy: ``"all"``: every slot that may go goes. ``"planned"``: after the first steps a plan made from their
+            times chooses, and keeps the last slots that could not be back in time. Default: ``"planned"`` where a budget
+            below is given, else ``"all"``.
+        budget_per_layer: bytes of each forward of a layer that may stay on the device; the plan sends the rest.
+        fraction: the share, from 0 to 1, of the bytes of all slots that may go that the plan sends.
+        pp_rank_delta, pp_rank: a pipeline stage keeps ``pp_rank * pp_rank_delta`` bytes more on the device.
+        plan: a `Plan`, or the path of its file: these slots go, from the first step on.
+        replan_drift: a plan is made anew when the bytes of the slots have changed by more than this share.
+        same_on_every_rank: a process group whose ranks shall have the same plan. Planning then happens after the same
+            steps on each, with one collective there and none elsewhere.
         min_bytes: a slot smaller than this stays on the device. Bytes, or text such as ``"1MiB"``.
-        host_limit: most offloaded bytes on the host at once; slots that do not fit stay on the device. ``None``: no
-            limit. The arena may hold more than is on loan; `StepRecord.host_held` says how much.
-        max_in_flight: most bytes on the device that wait only for their copy out. Lower saves more memory, and may make
-            the GPU wait for the link.
+        host_limit: most bytes of host memory held; slots that do not fit stay on the device. ``None``: no limit.
+        host_reserve: host memory taken when the first step begins. Default: what the first three steps need; in either
+            case no more is taken after them, and what does not fit stays on the device.
+        max_in_flight: most bytes on the device that wait only for their copy out, and most that are back before the
+            backward reaches their layer; but for one slot. ``None``: 256 MiB, or what was measured to keep the link busy.
+        verify: compare every restored slot with what was saved; slow, and costs the slots' host memory once more.
         enabled: ``False`` records everything and offloads nothing.
 
     Raises:
-        ArgumentError: no layers, a layer given twice, inside another, or attached to a session already.
+        ArgumentError: no layers, a layer given twice, inside another, or attached to a session already; a policy,
+            size, share or plan that cannot be (`PlanError` for a plan of another model).
         ArgumentTypeError: something that is no module.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
 
@@ -59,33 +75,49 @@ class OffloadSession:
         self,
         layers: torch.nn.Module | Iterable[torch.nn.Module],
         *,
+        policy: str | None = None,
+        budget_per_layer: int | str | None = None,
+        fraction: float | None = None,
+        pp_rank_delta: int | str = 0,
+        pp_rank: int = 0,
+        plan: Plan | str | Path | None = None,
+        replan_drift: float = 0.25,
+        same_on_every_rank: Any = None,
         min_bytes: int | str = "1MiB",
         host_limit: int | str | None = None,
-        max_in_flight: int | str = "256MiB",
+        host_reserve: int | str = 0,
+        max_in_flight: int | str | None = None,
+        verify: bool = False,
         enabled: bool = True,
     ) -> None:
         te_adapter.require_supported_release()
-        if not isinstance(enabled, bool):
-            raise ArgumentTypeError(f"enabled must be True or False, but is {enabled!r} ({type(enabled).__name__}).")
+        for name, flag in (("enabled", enabled), ("verify", verify)):
+            if not isinstance(flag, bool):
+                raise ArgumentTypeError(f"{name} must be True or False, but is {flag!r} ({type(flag).__name__}).")
+        chosen = Policy.of(policy, budget_per_layer, fraction, pp_rank_delta, pp_rank, host_limit, replan_drift)
+        limit, reserve = chosen.host_limit, parse_bytes(host_reserve, "host_reserve")
+        if limit is not None and reserve > limit:
+            raise ArgumentError(f"host_reserve is {reserve} bytes, more than host_limit allows ({limit}).")
         self._rules = Rules(enabled=enabled, min_bytes=parse_bytes(min_bytes, "min_bytes"))
-        self._host_limit = None if host_limit is None else parse_bytes(host_limit, "host_limit")
-        self._max_in_flight = parse_bytes(max_in_flight, "max_in_flight")
+        self._host = HostSettings(limit, reserve)
+        self._max_in_flight = None if max_in_flight is None else parse_bytes(max_in_flight, "max_in_flight")
+        self._verify = verify
         modules = _list_layers(layers)
         self._device = _device_of(modules)
-        self._mover: Mover | None = None
+        self._engine: Engine | None = None
         self._attachments: list[Attachment] = []
-        self._records: collections.deque[StepRecord] = collections.deque(maxlen=HISTORY)
-        self._steps = 0
+        self._state = SessionState.IDLE
         self._entered = False
-        self._in_step = False
-        self._closed = False
-        self._visits: list[LayerVisit] = []
         self._open: list[tuple[Attachment, LayerVisit]] = []
         self._outer_hooks: Any = None
         try:
             for number, module in enumerate(modules):
                 owners = named_slot_owners(module)
                 self._attachments.append(Attachment(f"layer{number}", module, owners, weakref.ref(self)))
+            given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+            if given is not None:
+                given.check_layers({each.name: each.slot_names for each in self._attachments})
+            self._planner = Planner(chosen, given, same_on_every_rank)
         except BaseException:
             self.close()
             raise
@@ -110,13 +142,14 @@ class OffloadSession:
 
     def close(self) -> None:
         """Detach from the layers and give back all memory. Idempotent."""
-        if self._in_step:
+        if self._state is SessionState.IN_STEP:
             self._end_step()
         for attachment in self._attachments:
             attachment.detach()
-        if self._mover is not None:
-            self._mover.pool.close()
-        self._closed = True
+        if self._engine is not None:
+            self._engine.close()
+        if self._state is not SessionState.CLOSED:
+            self._state = change("This OffloadSession", self._state, SessionState.CLOSED)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -127,26 +160,59 @@ class OffloadSession:
         Raises:
             StateError: inside another step of this session, or after close.
             ConflictError: inside Transformer Engine's own offloading context.
+            BudgetError: the budgets cannot be met with what the first steps saved.
+            PlanError: the given plan does not fit what the first step saved.
             UnsupportedError: while a CUDA graph is captured.
         """
         self._begin_step()
         try:
             yield
         finally:
-            if self._in_step:  # else close() has ended it
+            if self._state is SessionState.IN_STEP:  # else close() has ended it
                 self._end_step()
+
+    @contextlib.contextmanager
+    def region(self, name: str, *, no_offload_activation: bool = False) -> Iterator[None]:
+        """Name what a layer saves inside, where no op of te_offload names it: attention, norms, projections.
+
+        It is one slot, ``layer/name.region``, of the plan and the record. Outside of an attached layer's forward in a step
+        this does nothing, so that a model may carry it always.
+
+        Args:
+            name: of the region, unique in its layer; entered again, it is the same slot.
+            no_offload_activation: keep it on the device.
+
+        Raises:
+            ArgumentError: no name, or one with ``/``, ``.`` or ``[``, which separate the parts of a slot's name.
+        """
+        if not isinstance(name, str) or not name or set(name) & set("/.["):
+            raise ArgumentError(f"A region needs a name without '/', '.' and '[', but got {name!r}.")
+        visit = self._open[-1][1] if self._open else None
+        region = Region(name, no_offload_activation)
+        if visit is not None:
+            visit.enter_region(region)
+        try:
+            yield
+        finally:
+            if visit is not None:
+                visit.leave_region(region)
 
     # Results ---------------------------------------------------------------------------------------------------------
 
     @property
     def records(self) -> tuple[StepRecord, ...]:
-        """The records of the last steps, oldest first; at most the last 16."""
-        return tuple(self._records)
+        """The records of the last steps, oldest first; at most the last 16. Waits for the device to pass their end."""
+        return self._engine.records() if self._engine is not None else ()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that chooses what goes, once there is one."""
+        return self._planner.plan
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory held now."""
-        return self._mover.pool.live_bytes if self._mover is not None else 0
+        """Bytes of host memory on loan now."""
+        return self._engine.pool.live_bytes if self._engine is not None else 0
 
     def report(self) -> str:
         """The last step as a table.
@@ -156,64 +222,41 @@ class OffloadSession:
         """
         from te_offload.report.table import step_table
 
-        if not self._records:
+        records = self.records
+        if not records:
             raise StateError("No step has ended yet, so there is nothing to report. Run one `with session.step():`.")
-        return step_table(self._records[-1])
+        return step_table(records[-1])
 
     # The step --------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._state is SessionState.CLOSED:
             raise StateError("This OffloadSession is closed. Make another one.")
 
     def _begin_step(self) -> None:
         self._check_open()
-        if self._in_step:
+        if self._state is SessionState.IN_STEP:
             raise StateError("This OffloadSession is in a step already. End that one first: steps do not nest.")
         self._check_no_other_engine()
         if self._is_capturing():
             raise UnsupportedError("A step cannot begin while a CUDA graph is captured. Run it eagerly.")
-        if self._mover is None:
-            self._mover = Mover(self._device, self._host_limit, self._max_in_flight)
-        self._mover.counts = Counts()
-        self._mover.pool.peak_bytes = self._mover.pool.live_bytes
+        if self._engine is None:
+            self._engine = Engine(self._device, self._rules, self._host, self._max_in_flight, verify=self._verify)
+        if self._rules.enabled:
+            self._engine.rules = self._planner.rules_for_next_step(self._rules, self._engine)
+        self._engine.begin_step()
         self._outer_hooks = _top_hooks()
         for attachment in self._attachments:
             attachment.forwards = 0
-        self._in_step = True
+        self._state = change("This OffloadSession", self._state, SessionState.IN_STEP)
 
     def _end_step(self) -> None:
-        """Write the record, and leave nothing behind: no hook, no host memory."""
-        assert self._mover is not None
-        self._in_step = False
+        """Leave nothing behind: no hook, no host memory."""
+        assert self._engine is not None
+        self._state = change("This OffloadSession", self._state, SessionState.IDLE)
         while self._open:
             self._open.pop()[1].abort()
-        abandoned = sum(chunk.lease is not None for visit in self._visits for chunk in visit.chunks)
-        for visit in self._visits:
-            for chunk in visit.chunks:
-                self._mover.release(chunk)
-        self._mover.settle()
-        self._mover.pool.settle()
-        counts = self._mover.counts
-        self._records.append(
-            StepRecord(
-                index=self._steps,
-                slots=tuple(row for visit in self._visits for row in visit.rows()),
-                residency=tuple(counts.residency),
-                bytes_out=counts.bytes_out,
-                bytes_back=counts.bytes_back,
-                copies_out=counts.copies_out,
-                copies_back=counts.copies_back,
-                peak_in_flight=counts.peak_in_flight,
-                host_peak=self._mover.pool.peak_bytes,
-                host_held=self._mover.pool.held_bytes,
-                host_allocations=self._mover.pool.allocations,
-                exempt_bytes=sum(visit.exempt_bytes for visit in self._visits),
-                abandoned=abandoned,
-            )
-        )
-        self._steps += 1
-        self._visits = []
+        self._engine.end_step()
         self._outer_hooks = None
 
     def _check_no_other_engine(self) -> None:
@@ -232,21 +275,12 @@ class OffloadSession:
         Raises:
             ConflictError: inside Transformer Engine's own offloading context.
         """
-        if not self._in_step:
+        if self._state is not SessionState.IN_STEP:
             return
         self._check_no_other_engine()
-        assert self._mover is not None
-        visit = LayerVisit(
-            attachment.name,
-            attachment.module,
-            attachment.forwards,
-            self._rules,
-            self._mover,
-            self._fetch,
-            self._why_untouched(),
-        )
-        attachment.forwards += 1
-        self._visits.append(visit)
+        assert self._engine is not None
+        forward, attachment.forwards = attachment.forwards, attachment.forwards + 1
+        visit = self._engine.open_visit(attachment.name, attachment.module, forward, self._why_untouched())
         self._open.append((attachment, visit))
         visit.open()
 
@@ -282,19 +316,6 @@ class OffloadSession:
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _fetch(self, visit_ref: weakref.ref[LayerVisit]) -> None:
-        """Before the first moved tensor of a visit is read: start all copies back of it, and of the visit before."""
-        visit = visit_ref()
-        if visit is None or visit.fetched or self._mover is None or visit not in self._visits:
-            return
-        visit.fetched = True
-        position = self._visits.index(visit)
-        earlier = next((v for v in reversed(self._visits[:position]) if any(chunk.lease for chunk in v.chunks)), None)
-        for each in (visit, earlier):
-            for chunk in reversed(each.chunks if each is not None else []):
-                if chunk.untaken:
-                    self._mover.start_back(chunk)
 
 
 def _top_hooks() -> Any:

@@ -1,322 +1,298 @@
-"""One forward of one attached layer: what it saved, what of that goes to the host, and the rows of the record.
+"""One forward of one layer: what it saved, what of that goes to the host, and the rows of the record.
 
-In: tensors from the pack hook, and slots from the ops. Out: handles for the autograd graph; rows. Keeps true: a slot
-moves whole or stays whole; memory that a staying tensor shares does not move (it would free nothing); parameters,
-weights' copies and metadata pass through untouched. Does not: copy (mover.py does).
+In: tensors from the pack hook, and slots from the ops. Out: handles for the autograd graph; rows. Keeps true: parameters,
+weights' copies and metadata pass through untouched; the hook and Transformer Engine's switch are put back as they were
+when the forward ends, however it ends. Does not: choose what goes (decide.py), or copy (mover.py).
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_offload.offload.chunk import Chunk
-from te_offload.offload.extents import Interval, ViewSpec, covering, merge, storage_key
-from te_offload.offload.mover import Mover
-from te_offload.offload.record import SlotRecord
+from te_offload.errors import ConflictError
+from te_offload.offload.cargo import Cargo, Hold, Lot
+from te_offload.offload.decide import Load, Shipment, decide
+from te_offload.offload.extents import storage_key
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out, is_plain
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SavedSlot, SaveState, SlotName
 
+if TYPE_CHECKING:
+    from te_offload.offload.engine import Engine
+    from te_offload.offload.mover import Mover
+    from te_offload.offload.transfer import Mark
 
-@dataclass(frozen=True)
-class Rules:
-    """What a session offloads.
 
-    Attributes:
-        enabled: whether it offloads at all; if not it only records.
-        min_bytes: a slot with fewer bytes stays.
+class Region:
+    """What a forward saves between the begin and the end of ``with session.region(...)``.
+
+    Args:
+        name: the region's. keep: whether it stays on the device.
     """
 
-    enabled: bool
-    min_bytes: int
+    def __init__(self, name: str, keep: bool) -> None:
+        self.name = name
+        self.keep = keep
 
 
 class LayerVisit:
     """One forward of one layer.
 
     Args:
-        layer: the layer's name. module: the layer. forward: number of its forward in the step.
-        rules: what goes. mover: who moves. fetch: called before a moved tensor is read, with this visit.
-        stays: why nothing of this forward is taken (`Reason.NONE`: it is).
+        layer: the layer's name. module: the layer, if it is known. forward: number of its forward in the step.
+        engine: who offloads. stays: why nothing of this forward is taken (`Reason.NONE`: it is).
+
+    Attributes:
+        key: layer and forward. cargos: what left the device, in order. read: whether the backward has read of it.
+        began, ended, needed: marks of the forward, and of the first read; none where it is left alone.
     """
 
-    def __init__(
-        self,
-        layer: str,
-        module: torch.nn.Module,
-        forward: int,
-        rules: Rules,
-        mover: Mover,
-        fetch: Any,
-        stays: Reason,
-    ) -> None:
+    def __init__(self, layer: str, module: torch.nn.Module | None, forward: int, engine: Engine, stays: Reason) -> None:
         self.layer = layer
         self.forward = forward
-        self.chunks: list[Chunk] = []
+        self.key = (layer, forward)
+        self.device = engine.device
+        self.entries: list[SlotEntry] = []
+        self.cargos: list[Cargo] = []
+        self.kept: list[Cargo] = []
         self.exempt_bytes = 0
-        self.fetched = False  # whether its copies back were started
+        self.read = False
+        self.began: Mark | None = None
+        self.ended: Mark | None = None
+        self.needed: Mark | None = None
+        self.throttles = (0, 0)  # which of the step's waits for copies out were for this forward
         self._module = module
-        self._rules = rules
-        self._mover = mover
-        self._fetch = functools.partial(fetch, weakref.ref(self))
+        self._engine = engine
         self._stays = stays
-        self._entries: list[SlotEntry] = []
         # By id, with a weak reference that tells a tensor from a later one at its place: an op's tensors must not live
         # longer than they would without a session (a checkpoint inside the layer drops them at once).
         # Several ops may save one object; they are packed in the order in which they named it. None: exempt.
-        self._named: dict[int, tuple[weakref.ref[torch.Tensor], list[SlotEntry | None]]] = {}
+        self._named: dict[int, tuple[weakref.ref[torch.Tensor], int, list[SlotEntry | None]]] = {}
         self._by_storage: dict[int, SlotEntry] = {}
+        self._by_region: dict[str, SlotEntry] = {}
+        self._regions: list[Region] = []
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._switch: te_adapter.OffloadSwitch | None = None
 
     # While the forward runs ------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Begin to take what the forward saves, unless it must be left alone."""
         if self._stays is Reason.NONE:
+            self.began = self._engine.mover.transfer.mark()
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, give_out)
             self._hooks.__enter__()
+            if self.device.type == "cuda":
+                self._switch = te_adapter.OffloadSwitch(on=True)
+                self._switch.__enter__()
+
+    def takes_all(self) -> bool:
+        """See `SlotObserver.takes_all`."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return self._hooks is not None and top is not None and top[0] == self.pack
 
     def slot_saved(self, op: str, name: SlotName, keep: bool, saved: SavedSlot) -> None:
-        """An op of te_offload saved its slot; its tensors reach `pack` afterwards."""
-        entry = SlotEntry(self.layer, op, saved.name or name, keep=keep, once=True)
-        self._entries.append(entry)
+        """An op of te_offload saved its slot; its tensors reach `pack` afterwards.
+
+        Raises:
+            ConflictError: another engine was entered inside the layer.
+        """
+        other = te_adapter.offload_context_active()
+        if other is not None and self._stays is Reason.NONE:
+            raise ConflictError(
+                f"{other} was entered inside {self.layer}, which an OffloadSession offloads, and two engines cannot take "
+                "the same saved tensors. Use one of them."
+            )
+        entry = SlotEntry(self, op, saved.name or name, keep=keep, once=True)
+        self.entries.append(entry)
+        self.exempt_bytes += saved.carried_bytes
         if saved.state is not SaveState.SAVED:
             recomputed = saved.state is SaveState.RECOMPUTED
             entry.fate = Fate.RECOMPUTED if recomputed else Fate.NOT_SAVED
             entry.reason = Reason.REBUILT if recomputed else Reason.FROZEN
         else:
             entry.reason = self._stays
-            entry.nbytes = sum(buffer.numel() * buffer.element_size() for buffer in saved.buffers)
+            entry.nbytes = sum(buffer.nbytes for buffer in saved.buffers)
             entry.tensors = len(saved.buffers)
         if self._stays is Reason.NONE:
+            entry.ready = self._engine.mover.transfer.mark()
             for tensor in saved.buffers:
                 self._name(tensor, entry)
             for tensor in saved.exempt:
                 self._name(tensor, None)
 
     def _name(self, tensor: torch.Tensor, owner: SlotEntry | None) -> None:
-        reference, owners = self._named.get(id(tensor), (None, []))
-        if reference is None or reference() is not tensor:
-            self._named[id(tensor)] = weakref.ref(tensor), [owner]
+        known = self._named.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            version = -1 if tensor.is_inference() else tensor._version
+            self._named[id(tensor)] = weakref.ref(tensor), version, [owner]
         else:
-            owners.append(owner)
+            known[2].append(owner)
+
+    def enter_region(self, region: Region) -> None:
+        """What is saved from now on, and by no op of te_offload, is the region's."""
+        self._regions.append(region)
+
+    def leave_region(self, region: Region) -> None:
+        """The region ends."""
+        self._regions.remove(region)
+        entry = self._by_region.get(region.name)
+        if entry is not None and self._stays is Reason.NONE:
+            entry.ready = self._engine.mover.transfer.mark()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: a handle, or the tensor itself where it must not be touched."""
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
             return tensor  # also a view of one: whoever shards parameters may free their memory while a copy reads it
-        reference, owners = self._named.get(id(tensor), (None, []))
         entry = None
-        if reference is not None and reference() is tensor and owners:
-            if owners[0] is None:  # exempt, for good
-                self.exempt_bytes += tensor.numel() * tensor.element_size()
+        known = self._named.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[2]:
+            if known[2][0] is None:  # exempt, for good
+                self.exempt_bytes += tensor.nbytes
                 return tensor
-            entry = owners.pop(0)
-        apart = te_adapter.take_apart(tensor)
+            entry = known[2].pop(0)
+            if entry is not None and known[1] >= 0 and tensor._version != known[1]:
+                entry.ready = None  # written to after the op had saved it: there when the forward ends
+        apart = te_adapter.take_apart(tensor) if type(tensor) is not torch.Tensor else None
         if apart is not None:
             if entry is not None or te_adapter.is_marked_not_offload(tensor):
                 for buffer in apart[1]:
                     if buffer is not None:
-                        owner = entry or self._entry_of_other(buffer, keep_marked=True)
-                        self._name(buffer, owner)
+                        self._name(buffer, entry or self._entry_of_other(buffer, keep_marked=True))
             return SavedWrapper(apart[0], [None if buffer is None else self.pack(buffer) for buffer in apart[1]])
-        entry = entry or self._entry_of_other(tensor)
-        handle = Saved(tensor, entry, self._fetch, self._mover)
-        entry.handles.append(weakref.ref(handle))
+        handle = Saved(tensor, entry or self._entry_of_other(tensor))
+        handle.entry.handles.append(weakref.ref(handle))
         return handle
 
     def _entry_of_other(self, tensor: torch.Tensor, *, keep_marked: bool = False) -> SlotEntry:
-        """The entry of a tensor that no op of te_offload named: one for each storage."""
+        """The entry of a tensor that no op of te_offload named: its region's, else one for each storage."""
         key = storage_key(tensor) if is_plain(tensor) else id(tensor)
-        entry = self._by_storage.get(key)
+        marked = keep_marked or te_adapter.is_marked_not_offload(tensor)
+        region = self._regions[-1] if self._regions and not marked else None
+        entry = self._by_region.get(region.name) if region is not None else self._by_storage.get(key)
         if entry is None:
-            entry = SlotEntry(self.layer, "", SlotName.OTHER, keep=False, once=False)
-            if keep_marked:
+            if region is not None:
+                entry = SlotEntry(self, region.name, SlotName.REGION, keep=region.keep, once=False)
+                self._by_region[region.name] = entry
+            else:
+                ordinal = len(self._by_storage)
+                entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False, ordinal=ordinal)
+                self._by_storage[key] = entry
+            if marked:
                 entry.reason = Reason.MARKED
-            self._by_storage[key] = entry
-            self._entries.append(entry)
+            self.entries.append(entry)
         return entry
 
     # At its end ------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """The forward raised: stop taking tensors, and move none."""
-        self._close_hooks()
+        self._close()
         self._forget()
-        self._entries.clear()
+        self.entries.clear()
 
     def commit(self) -> None:
         """The forward is over: decide, and start the copies out."""
-        self._close_hooks()
-        if self._stays is not Reason.NONE and not self._entries:  # no op of ours said what it saved: say that much
-            self._entries.append(SlotEntry(self.layer, "", SlotName.OTHER, keep=False, once=False, reason=self._stays))
+        self._close()
+        mover = self._engine.mover
+        if self._stays is not Reason.NONE and not self.entries:  # no op of ours said what it saved: say that much
+            entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False)
+            entry.reason = self._stays
+            self.entries.append(entry)
         if self._stays is Reason.NONE:
-            handles = {id(entry): entry.live_handles() for entry in self._entries}
-            self._decide(handles)
-            self._make_chunks(handles)
+            self.ended = mover.transfer.mark()
+            exempt = [known[0]() for known in self._named.values() if None in known[2]]
+            live = [tensor for tensor in exempt if tensor is not None]
+            going, staying = decide(self.entries, self._module, live, self._engine.rules, self.device, mover.pool)
+            for load in staying:
+                self._keep(load, mover)
+            for shipment in going:
+                self._send(shipment, mover)
+            mover.note(f"{self.layer} saved")
         self._forget()
-        self._mover.settle()
+        before = len(mover.counts.throttles)
+        if self._stays is Reason.NONE:
+            mover.settle()
+        self.throttles = (before, len(mover.counts.throttles))
 
-    def _close_hooks(self) -> None:
+    def _keep(self, load: Load, mover: Mover) -> None:
+        cargo = Cargo(load.entry.name, load.entry.nbytes, ())
+        self._watch(cargo, load.handles)
+        self.kept.append(cargo)
+        mover.keep(cargo)
+
+    def _send(self, shipment: Shipment, mover: Mover) -> None:
+        cargo = shipment.cargo
+        for handle, place in zip(shipment.handles, shipment.runs.places, strict=True):
+            handle.go_with(cargo if place is not None else None, place)
+        going = [handle for handle in shipment.handles if handle.cargo is not None]
+        for handle in shipment.handles:
+            if handle.cargo is None:
+                handle.let_go()  # it has no elements, and would hold a storage for nothing
+        if cargo.copied:
+            cargo.ready = shipment.entry.ready or self.ended
+            cargo.users = [weakref.ref(handle) for handle in going]
+            self._watch(cargo, going)
+            if self._engine.verifier is not None:
+                self._engine.verifier.note(cargo, self.forward)
+            mover.send_out(cargo, going)
+            self.cargos.append(cargo)
+
+    def _watch(self, cargo: Cargo, handles: list[Saved]) -> None:
+        hold = Hold()
+        for handle in handles:
+            handle.hold = hold
+        cargo.watch = weakref.ref(hold, functools.partial(_nobody_left, self._engine.mover, cargo))
+
+    def _close(self) -> None:
         if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
-            self._hooks = None
+            hooks, self._hooks = self._hooks, None
+            hooks.__exit__(None, None, None)
+        if self._switch is not None:
+            switch, self._switch = self._switch, None
+            switch.__exit__(None, None, None)
 
     def _forget(self) -> None:
         self._named.clear()
         self._by_storage.clear()
+        self._by_region.clear()
 
-    def _decide(self, handles: dict[int, list[Saved]]) -> None:
-        owned = _storages_of(self._module)
-        for entry in self._entries:
-            live = handles[id(entry)]
-            if not live and entry.reason is Reason.NONE:  # saved, but not here; or not needed any more
-                entry.reason = Reason.GRAPH_GONE if entry.handles else Reason.FOREIGN_HOOK
-            if live:
-                entry.tensors = len(live)
-                entry.nbytes = _nbytes(live)
-                entry.reason = self._reason_to_stay(entry, live, owned)
-                entry.fate = Fate.KEPT if entry.reason is not Reason.NONE else Fate.OFFLOADED
-        self._keep_shared_memory(handles)
+    # In the backward -------------------------------------------------------------------------------------------------
 
-    def _reason_to_stay(self, entry: SlotEntry, handles: list[Saved], owned: set[int]) -> Reason:
-        tensors = [handle.held for handle in handles]
-        if not self._rules.enabled:
-            return Reason.DISABLED
-        if entry.keep:
-            return Reason.ASKED
-        if entry.reason is Reason.MARKED or any(te_adapter.is_marked_not_offload(tensor) for tensor in tensors):
-            return Reason.MARKED
-        if any(handle.spec is None for handle in handles):
-            return Reason.NOT_PLAIN
-        if any(tensor.device != self._mover.device for tensor in tensors):
-            return Reason.OTHER_DEVICE
-        if any(handle.key in owned for handle in handles):
-            return Reason.PARAMETER
-        return Reason.TOO_SMALL if entry.nbytes < self._rules.min_bytes else Reason.NONE
+    def first_read(self) -> None:
+        """The backward reads the first tensor of this forward."""
+        self.read = True
+        self._engine.returns.read(self)
 
-    def _keep_shared_memory(self, handles: dict[int, list[Saved]]) -> None:
-        """Keep every slot that shares a storage with something that stays, then what the host has no room for."""
-        exempt = [reference() for reference, owners in self._named.values() if None in owners]
-        staying = {storage_key(tensor) for tensor in exempt if tensor is not None and is_plain(tensor)}
-        storages = {id(e): {h.key for h in handles[id(e)] if h.spec is not None} for e in self._entries}
-        room = {id(e): _room_needed(handles[id(e)]) for e in self._entries if e.fate is Fate.OFFLOADED}
-        changed = True
-        while changed:
-            changed, room_for = False, 0
-            for entry in self._entries:
-                if entry.fate is Fate.OFFLOADED:
-                    if storages[id(entry)] & staying:
-                        entry.fate, entry.reason, changed = Fate.KEPT, Reason.ALIAS, True
-                    elif not self._mover.pool.has_room(room_for + room[id(entry)]):
-                        entry.fate, entry.reason, changed = Fate.KEPT, Reason.NO_ROOM, True
-                    else:
-                        room_for += room[id(entry)]
-                if entry.fate is Fate.KEPT:
-                    staying |= storages[id(entry)]
+    def bring_back(self, cargo: Cargo) -> None:
+        """Make a cargo's bytes ready for work queued from now on.
 
-    def _make_chunks(self, handles: dict[int, list[Saved]]) -> None:
-        by_storage: dict[int, list[Saved]] = {}
-        for entry in self._entries:
-            for handle in handles[id(entry)]:
-                ours = handle.spec is not None and entry.reason not in (Reason.PARAMETER, Reason.OTHER_DEVICE)
-                if ours and handle.held.device == self._mover.device:
-                    by_storage.setdefault(handle.key, []).append(handle)
-        leaving: list[tuple[Chunk, torch.UntypedStorage]] = []
-        for users in by_storage.values():
-            chunks = {interval: Chunk(interval) for interval in merge(handle.spec for handle in users if handle.spec)}
-            storage = users[0].held.untyped_storage()
-            if users[0].entry.fate is Fate.OFFLOADED:
-                leaving += [(chunk, storage) for chunk in chunks.values()]
-            self._connect(users, chunks, goes=users[0].entry.fate is Fate.OFFLOADED)
-            self.chunks += chunks.values()
-        for chunk in self.chunks:
-            self._mover.count(chunk)
-        self._mover.note(f"{self.layer} saved")
-        for chunk, storage in leaving:
-            self._mover.send_out(chunk, storage)
-            self._mover.settle()
+        Raises:
+            CorruptionError: ``verify=True`` found other bytes than were saved.
+        """
+        self._engine.mover.bring_back(cargo)
+        if self._engine.verifier is not None and not cargo.recalled:
+            self._engine.verifier.check(cargo)
 
-    def _connect(self, users: Iterable[Saved], chunks: dict[Interval, Chunk], goes: bool) -> None:
-        paid: set[Interval] = set()
-        for handle in users:
-            assert handle.spec is not None
-            interval = covering(list(chunks), handle.spec)
-            if interval is None:
-                if goes:
-                    handle.go_with(None)
-                continue
-            chunk = chunks[interval]
-            chunk.alive += 1
-            chunk.untaken += 1
-            chunk.users.append(weakref.ref(handle, functools.partial(_user_died, self._mover, chunk)))
-            if goes:
-                handle.go_with(chunk)
-                if interval not in paid:
-                    paid.add(interval)
-                    handle.entry.bytes_out += interval.nbytes
+    def recall(self, cargo: Cargo) -> None:
+        """A tensor is read before its memory was given up."""
+        self._engine.mover.recall(cargo)
 
-    def rows(self) -> list[SlotRecord]:
-        """A row for each slot; tensors that no op named share a row where their fate and reason are the same."""
-        rows: dict[Any, SlotRecord] = {}
-        for position, entry in enumerate(self._entries):
-            key = position if entry.slot is not SlotName.OTHER else (entry.fate, entry.reason)
-            before = rows.get(key)
-            rows[key] = SlotRecord(
-                layer=entry.layer,
-                op=entry.op,
-                slot=entry.slot,
-                forward=self.forward,
-                nbytes=entry.nbytes + (before.nbytes if before else 0),
-                tensors=entry.tensors + (before.tensors if before else 0),
-                fate=entry.fate,
-                reason=entry.reason,
-                bytes_out=entry.bytes_out + (before.bytes_out if before else 0),
-            )
-        return list(rows.values())
+    def handed_over(self, cargo: Cargo, lot: Lot | None) -> None:
+        """A tensor of a cargo was given to the backward for the first time."""
+        self._engine.mover.hand_over(cargo, lot)
+
+    def release(self) -> None:
+        """The step ends: give back what is left on either side. What was kept belongs to its graph alone."""
+        for cargo in self.cargos:
+            self._engine.mover.release(cargo)
+        for cargo in self.kept:
+            cargo.counted = False
 
 
-def _user_died(mover: Mover, chunk: Chunk, _: Any) -> None:
-    mover.user_died(chunk)
-
-
-def _storages_of(module: torch.nn.Module) -> set[int]:
-    """Keys of the storages of a module's dense parameters and buffers; of a sharded one, of its local shard."""
-    owned = [getattr(tensor, "_local_tensor", tensor) for tensor in (*module.parameters(), *module.buffers())]
-    return {
-        storage_key(tensor) for tensor in owned if type(tensor.data) is torch.Tensor and tensor.device.type != "meta"
-    }
-
-
-def _specs_by_storage(handles: list[Saved]) -> list[list[ViewSpec]]:
-    specs: dict[int, list[ViewSpec]] = {}
-    for handle in handles:
-        if handle.spec is not None:
-            specs.setdefault(handle.key, []).append(handle.spec)
-    return list(specs.values())
-
-
-def _nbytes(handles: list[Saved]) -> int:
-    """Bytes that the tensors of a slot read, each byte of memory once."""
-    other = sum(h.held.numel() * h.held.element_size() for h in handles if h.spec is None)
-    return other + sum(_covered(specs) for specs in _specs_by_storage(handles))
-
-
-def _room_needed(handles: list[Saved]) -> int:
-    """Bytes of host memory that a slot takes: its intervals, which begin at aligned bytes."""
-    return sum(interval.nbytes for specs in _specs_by_storage(handles) for interval in merge(specs))
-
-
-def _covered(specs: list[ViewSpec]) -> int:
-    """Bytes from the first to the last one that each run of touching views reads."""
-    total, end = 0, -1
-    for spec in sorted(specs, key=lambda spec: spec.offset):
-        total += max(0, spec.end - max(spec.offset, end))
-        end = max(end, spec.end)
-    return total
+def _nobody_left(mover: Mover, cargo: Cargo, _: Any) -> None:
+    mover.release(cargo)

@@ -60,9 +60,11 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             result = self._cpu_forward(basic_op_ctxs, input_, **kwargs)
         else:
             self._check_splits_where_read(input_, extra_inputs[0])
-            result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
+            with te_adapter.OffloadSwitch(on=False):
+                result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
         if self.is_watched():
-            self.declare_slot(te_adapter.read_grouped_linear(self, basic_op_ctxs[0]))
+            carry = self.hooks_are_observers()
+            self.declare_slot(te_adapter.read_grouped_linear(self, basic_op_ctxs[0], carry=carry))
         return result
 
     def fuser_backward(
@@ -72,6 +74,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
 
         Transformer Engine 2.20.2 hands such a gradient to its FP8 grouped kernels as it is, and they read past its end.
         """
+        te_adapter.bring_weights(self, basic_op_ctxs[0])
         if self.computes_on_cpu(grad_output):
             return self._cpu_backward(basic_op_ctxs[0], grad_output)
         if not te_adapter.is_grouped_tensor(grad_output):

@@ -47,6 +47,10 @@ class SlotOwner:
         """Whether anyone will see the saved tensors of a forward that runs now: an observer, or a saved-tensor hook."""
         return self._slot_observer is not None or te_adapter.saved_tensor_hook_active()
 
+    def hooks_are_observers(self) -> bool:
+        """Whether the observer's own hook is the only one that will see what a forward saves that runs now."""
+        return self._slot_observer is not None and self._slot_observer.takes_all()
+
     def declare_slot(self, saved: SavedSlot | None) -> None:
         """Mark what was saved, and tell the observer. ``None``: this forward saved nothing for a backward."""
         if saved is None:

@@ -11,22 +11,27 @@ from typing import Any
 
 from te_offload.offload.record import StepRecord
 
-SCHEMA = "1.1"
+SCHEMA = "2.0"
 
 
 def step_as_dict(step: StepRecord) -> dict[str, Any]:
-    """A step with its slots and its resident bytes over time."""
+    """A step with its slots, its windows and its resident bytes over time; times in milliseconds, rates in GB/s."""
     values = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-    values["peak_resident"] = step.peak_resident
+    for name in ("peak_resident", "exposed_ms", "throttled_ms", "out_gbs", "back_gbs"):
+        values[name] = getattr(step, name)
     values["slots"] = [
         {
             "name": row.name,
-            **{field.name: getattr(row, field.name) for field in dataclasses.fields(row)},
+            **dataclasses.asdict(row),
             "slot": row.slot.value,
             "fate": row.fate.value,
             "reason": row.reason.value,
+            "outcome": row.outcome.value,
+            "out_gbs": row.out_gbs,
+            "back_gbs": row.back_gbs,
         }
         for row in step.slots
     ]
-    values["residency"] = [{"label": moment.label, "nbytes": moment.nbytes} for moment in step.residency]
+    values["windows"] = [dataclasses.asdict(window) for window in step.windows]
+    values["residency"] = [dataclasses.asdict(moment) for moment in step.residency]
     return values

@@ -12,43 +12,69 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from te_offload.offload.record import StepRecord
+from te_offload.offload.record import Outcome, StepRecord
 from te_offload.slots import Fate
 from te_offload.units import format_bytes
 
 _COLOURS = {Fate.OFFLOADED: "green", Fate.KEPT: "yellow", Fate.RECOMPUTED: "cyan", Fate.NOT_SAVED: "dim"}
 
 
-def slot_table(step: StepRecord) -> Table:
-    """The slots of a step: bytes, fate, reason."""
+_TIMES_FROM = 110  # columns of a terminal from which the times are shown
+
+
+def slot_table(step: StepRecord, width: int) -> Table:
+    """The slots of a step: bytes, fate, reason, and times where ``width`` columns have room for them."""
     table = Table(title=f"Slots of step {step.index}", title_justify="left")
     table.add_column("slot", no_wrap=True)
     table.add_column("forward", justify="right", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("tensors", justify="right", no_wrap=True)
     table.add_column("fate: reason", overflow="fold", min_width=10)
+    times = width >= _TIMES_FROM
+    if times:
+        table.add_column("out ms", justify="right", no_wrap=True)
+        table.add_column("back ms", justify="right", no_wrap=True)
+        table.add_column("came back", overflow="fold", min_width=6)
     for row in step.slots:
         fate = f"{row.fate.value}: {row.reason.value}" if row.reason.value else row.fate.value
         size = format_bytes(row.nbytes)
-        table.add_row(row.name, str(row.forward), size, str(row.tensors), Text(fate, style=_COLOURS[row.fate]))
+        late = f"late, {row.exposed_ms:.2f} ms" if row.outcome is Outcome.LATE else row.outcome.value
+        cells = (_milliseconds(row.out_ms), _milliseconds(row.back_ms), late) if times else ()
+        table.add_row(row.name, str(row.forward), size, str(row.tensors), Text(fate, style=_COLOURS[row.fate]), *cells)
     return table
 
 
+def _milliseconds(time: float | None) -> str:
+    return "" if time is None else f"{time:.2f}"
+
+
 def totals(step: StepRecord) -> str:
-    """One line of totals."""
-    return (
-        f"{format_bytes(step.bytes_out)} out in {step.copies_out} copies, {format_bytes(step.bytes_back)} back in "
-        f"{step.copies_back}; at most {format_bytes(step.peak_resident)} of saved tensors on the device, "
-        f"{format_bytes(step.peak_in_flight)} waiting for copies out, {format_bytes(step.host_peak)} on the host "
-        f"(of {format_bytes(step.host_held)} held after {step.host_allocations} allocations); "
-        f"{format_bytes(step.exempt_bytes)} of weights and metadata never moved; {step.abandoned} chunks abandoned."
-    )
+    """A few lines of totals."""
+    host = f"{format_bytes(step.host_peak)} on the host (of {format_bytes(step.host_held)} held after "
+    lines = [
+        f"{format_bytes(step.bytes_out)} out in {step.copies_out} copies{_rate(step.out_gbs)}, "
+        f"{format_bytes(step.bytes_back)} back in {step.copies_back}{_rate(step.back_gbs)}; "
+        f"{step.abandoned} slots abandoned.",
+        f"At most {format_bytes(step.peak_resident)} of saved tensors on the device, of these "
+        f"{format_bytes(step.peak_in_flight)} waiting for copies out, {format_bytes(step.peak_ahead)} back ahead of the "
+        f"backward; {host}{step.host_allocations} allocations); {format_bytes(step.exempt_bytes)} of weights and metadata "
+        "never moved.",
+        f"{step.step_ms:.2f} ms, of these {step.throttled_ms:.2f} waiting for copies out and {step.exposed_ms:.2f} for "
+        f"copies back{', chosen by a plan' if step.planned else ''}; rank {step.rank}.",
+    ]
+    if step.host_failure is not None:
+        lines.append(f"The system refused host memory: {step.host_failure}. Lower host_limit, or raise ulimit -l.")
+    return "\n".join(lines)
+
+
+def _rate(gbs: float | None) -> str:
+    return "" if gbs is None else f" at {gbs:.1f} GB/s"
 
 
 def step_table(step: StepRecord, width: int = 120) -> str:
     """The table and the totals as plain text, ``width`` columns wide."""
     text = io.StringIO()
     console = Console(file=text, width=width, no_color=True)
-    console.print(slot_table(step))
+    console.print(slot_table(step, width))
     console.print(totals(step), highlight=False, soft_wrap=True)
     return text.getvalue()

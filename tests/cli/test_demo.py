@@ -51,7 +51,7 @@ def test_wrong_gradient_bit_makes_the_status_1(tmp_path: Path, monkeypatch: pyte
     take = Saved.take
 
     def flip(self: Saved) -> torch.Tensor:
-        moved = self.chunk is not None
+        moved = self.cargo is not None
         tensor = take(self)
         if moved and tensor.is_floating_point() and self.entry.op.endswith("mlp.1"):
             tensor.view(torch.uint8)[0, 0] ^= 1

@@ -31,7 +31,8 @@ def test_every_no_has_a_reason() -> None:
 
 
 def test_unsupported_release_is_status_1_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_adapter, "installed_version", lambda: "2.17.1")
+    for where in (te_adapter, te_adapter.layouts):
+        monkeypatch.setattr(where, "installed_version", lambda: "2.17.1")
     status, text = doctor()
     assert status == 1
     assert "2.17.1 is not supported" in " ".join(text.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from typing import Any
 
@@ -11,7 +12,7 @@ import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 from transformer_engine.pytorch import cpu_offload as te_cpu_offload
 
-from te_offload import Fate, OffloadSession, Reason, SlotName, ops
+from te_offload import Fate, OffloadSession, Outcome, Reason, SlotName, StepRecord, ops
 from te_offload.offload.transfer import CudaTransfer
 from tests.gpu.paths import EXPERTS, FFN, FORMATS, HIDDEN, PATHS, SPLITS, autocast, choose_path, slot_bytes, step
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp
@@ -23,6 +24,17 @@ def mlp(**arguments: Any) -> te.ops.Sequential:
     torch.manual_seed(0)
     size = {"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN} | arguments
     return make_mlp(device="cuda", dtype=torch.bfloat16, **size)
+
+
+def came_back_or_never_left(record: StepRecord) -> bool:
+    """Whether every byte that went was copied back, or read before its memory had been given up; and some was copied."""
+    never_left = sum(row.bytes_out for row in record.slots if row.outcome is Outcome.RECALLED)
+    return record.bytes_back > 0 and record.bytes_back + never_left == record.bytes_out
+
+
+def is_about(found: int, by_hand: int, tensors: int) -> bool:
+    """Whether bytes copied are those computed by hand, and less than 512 more for each tensor that lies beside another."""
+    return by_hand <= found < by_hand + 512 * tensors + 1
 
 
 class Stack(torch.nn.Module):
@@ -48,7 +60,7 @@ def test_offloading_changes_no_bit_and_moves_the_bytes_computed_by_hand(
     expected = step(Stack(3), splits, fp8)
     assert_same_bits(expected, step(Stack(3), splits, fp8))  # else a difference below would mean nothing
     model = Stack(3)
-    with OffloadSession(model.layers, min_bytes=0) as session:
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0, verify=True) as session:
         for _ in range(3):
             with session.step():
                 found = step(model, splits, fp8)
@@ -58,7 +70,8 @@ def test_offloading_changes_no_bit_and_moves_the_bytes_computed_by_hand(
     for row in record.slots:
         assert row.fate is Fate.OFFLOADED
         assert row.nbytes == by_hand[row.slot.value], row.name
-    assert record.bytes_back == record.bytes_out == 3 * sum(by_hand.values())
+    assert is_about(record.bytes_out, 3 * sum(by_hand.values()), sum(row.tensors for row in record.slots))
+    assert came_back_or_never_left(record)
     assert session.host_bytes == 0
 
 
@@ -76,7 +89,8 @@ def test_kept_slot_stays_and_the_others_go(monkeypatch: pytest.MonkeyPatch, path
     for row in session.records[-1].slots:
         kept = row.slot.value == keep
         assert (row.fate, row.reason) == ((Fate.KEPT, Reason.ASKED) if kept else (Fate.OFFLOADED, Reason.NONE))
-    assert session.records[-1].bytes_out == sum(by_hand.values()) - by_hand[keep]
+    record = session.records[-1]
+    assert is_about(record.bytes_out, sum(by_hand.values()) - by_hand[keep], sum(row.tensors for row in record.slots))
 
 
 @PATHS
@@ -89,7 +103,8 @@ def test_weights_and_their_quantized_copies_are_never_copied(
     with OffloadSession(model, min_bytes=0) as session, session.step():
         step(model, SPLITS["even"], fp8)
     record = session.records[-1]
-    assert record.bytes_out == sum(row.nbytes for row in record.slots) > 0
+    saved = sum(row.nbytes for row in record.slots)
+    assert saved > 0 and is_about(record.bytes_out, saved, sum(row.tensors for row in record.slots))
     assert all(row.op for row in record.slots)
     copies_of_weights = 2 * EXPERTS * HIDDEN * FFN if fp8 else 0
     assert record.exempt_bytes >= copies_of_weights
@@ -139,7 +154,8 @@ def test_peak_memory_falls_by_the_planned_bytes_less_those_in_flight(
     _, recorded = peak(False)
     offloaded, record = peak(True)
     planned = layers * sum(slot_bytes(sum(splits), fp8, path, 1024, 2048, 8).values())
-    assert record.bytes_out == planned == recorded.peak_resident
+    assert recorded.peak_resident == planned
+    assert is_about(record.bytes_out, planned, sum(row.tensors for row in record.slots))
     expected = planned - record.peak_resident  # what the record says was resident or in flight at the worst moment
     assert expected > planned / 2
     # Within 5%: offloaded, the worst moment is one layer lower, where a gradient of the hidden width is alive too.
@@ -152,14 +168,14 @@ def test_copy_back_waits_for_its_copy_out_however_slow_that_is(monkeypatch: pyte
     expected = step(Stack(3), SPLITS["ragged"], fp8)
     copy_out = CudaTransfer.copy_out
 
-    def slow(self: CudaTransfer, source: torch.Tensor, host: torch.Tensor, after: Any = ()) -> Any:
+    def slow(self: CudaTransfer, pieces: Any, after: Any) -> Any:
         with torch.cuda.stream(self._out):
             torch.cuda._sleep(20_000_000)
-        return copy_out(self, source, host, after)
+        return copy_out(self, pieces, after)
 
     monkeypatch.setattr(CudaTransfer, "copy_out", slow)
     model = Stack(3)
-    with OffloadSession(model.layers, min_bytes=0, max_in_flight="1GiB") as session, session.step():
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0) as session, session.step():
         found = step(model, SPLITS["ragged"], fp8)
     assert_same_bits(expected, found)
     assert session.records[-1].peak_in_flight > 0
@@ -168,10 +184,10 @@ def test_copy_back_waits_for_its_copy_out_however_slow_that_is(monkeypatch: pyte
 def test_device_memory_is_not_reused_while_a_copy_out_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     copy_out = CudaTransfer.copy_out
 
-    def slow_then_poison(self: CudaTransfer, source: torch.Tensor, host: torch.Tensor, after: Any = ()) -> Any:
+    def slow_then_poison(self: CudaTransfer, pieces: Any, after: Any) -> Any:
         with torch.cuda.stream(self._out):
             torch.cuda._sleep(5_000_000)
-        return copy_out(self, source, host, after)
+        return copy_out(self, pieces, after)
 
     expected = step(Stack(4), SPLITS["ragged"], False)
     monkeypatch.setattr(CudaTransfer, "copy_out", slow_then_poison)
@@ -192,10 +208,10 @@ def test_device_memory_is_not_reused_while_a_copy_out_reads_it(monkeypatch: pyte
 def test_host_memory_is_not_overwritten_while_a_copy_back_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     copy_back = CudaTransfer.copy_back
 
-    def slow(self: CudaTransfer, host: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
+    def slow(self: CudaTransfer, pieces: Any, after: Any) -> Any:
         with torch.cuda.stream(self._back):
             torch.cuda._sleep(20_000_000)
-        return copy_back(self, host, target, after)
+        return copy_back(self, pieces, after)
 
     expected = [step(Stack(3), SPLITS["ragged"], False, seed=seed) for seed in range(4)]
     monkeypatch.setattr(CudaTransfer, "copy_back", slow)
@@ -405,7 +421,8 @@ def test_layer_captured_within_a_step_is_left_alone_and_says_so() -> None:
     layer(x).sum().backward()
     with OffloadSession(layer, min_bytes=0) as session, session.step():
         layer(x).sum().backward()
-        moved = session._mover.counts.bytes_out if session._mover is not None else 0
+        assert session._engine is not None
+        moved = session._engine.mover.counts.bytes_out
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = layer(x)
@@ -444,9 +461,11 @@ def test_host_memory_is_page_locked_and_exact() -> None:
         for _ in range(2):
             with session.step():
                 step(model, SPLITS["even"], False)
-        assert session._mover is not None
-        lease = session._mover.pool.acquire(1000)
-        assert lease.memory.is_pinned()
+        assert session._engine is not None
+        lease = session._engine.pool.acquire(1000)
+        assert lease is not None
+        memory = torch.frombuffer((ctypes.c_uint8 * 1000).from_address(lease.pieces[0][0]), dtype=torch.uint8)
+        assert memory.is_pinned()
         lease.release()
         record = session.records[-1]
         assert record.host_held == record.host_peak == sum(slot_bytes(512, False, "split").values())

@@ -85,11 +85,12 @@ def test_slots_move_and_come_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch, s
     def buffers(entries: Any) -> list[torch.Tensor]:
         return [buffer.detach().clone() for buffer in te_adapter.buffers_of(*entries) if type(buffer) is torch.Tensor]
 
-    def note_forward(basic_ops: Any, ctxs: Any) -> Any:
+    def note_forward(basic_ops: Any, ctxs: Any, **arguments: Any) -> Any:
         seen.append(buffers(ctxs[0].to_save))
-        return read(basic_ops, ctxs)
+        return read(basic_ops, ctxs, **arguments)
 
     def note_backward(self: Any, ctxs: Any, *args: Any, **kwargs: Any) -> Any:
+        te_adapter.bring_weights(self.basic_ops[0], ctxs[0])
         seen.append(buffers(ctxs[0].saved_tensors))
         return backward(self, ctxs, *args, **kwargs)
 

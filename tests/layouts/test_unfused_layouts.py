@@ -41,6 +41,9 @@ class Listener:
     def __init__(self) -> None:
         self.saved: list[SavedSlot] = []
 
+    def takes_all(self) -> bool:
+        return False
+
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot) -> None:
         self.saved.append(saved)
 

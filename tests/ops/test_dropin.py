@@ -111,7 +111,7 @@ def test_copy_of_an_attached_layer_is_not_attached() -> None:
 
 @pytest.mark.parametrize("version", ["2.17.1", "2.21.0", "3.20.0", "nonsense"])
 def test_release_without_a_row_is_a_named_error(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(te_adapter, "installed_version", lambda: version)
+    monkeypatch.setattr(te_adapter.layouts, "installed_version", lambda: version)
     with pytest.raises(UnsupportedReleaseError, match=f"Transformer Engine {version} is not supported.*2.20.x"):
         make("ScaledSReLU")
     with pytest.raises(UnsupportedReleaseError):

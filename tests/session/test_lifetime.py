@@ -58,7 +58,7 @@ def test_many_layers_and_steps_give_the_same_bits() -> None:
 
 def test_every_layer_but_the_running_one_and_its_neighbour_is_off_the_device() -> None:
     model = Stack(6)
-    with OffloadSession(model.layers, min_bytes=0) as session:
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=10 * (16 + 32 + 32) * 4) as session:
         with session.step():
             run(model, SPLITS)
         with_offload = session.records[-1]
@@ -208,7 +208,7 @@ def test_forward_whose_backward_never_comes_gives_its_memory_back_at_once() -> N
     x, sizes, scales = make_inputs(SPLITS)
     with OffloadSession(module, min_bytes=0) as session, session.step():
         y = module(x, sizes, scales, sizes)
-        assert session.host_bytes == 10 * (16 + 32 + 32) * 4
+        assert session.host_bytes == sum(-(-10 * width * 4 // 512) * 512 for width in (16, 32, 32))
         del y
         gc.collect()
         assert session.host_bytes == 0
@@ -259,7 +259,9 @@ def test_tensor_changed_after_it_was_saved_is_an_error() -> None:
         x = torch.ones(2, 4, requires_grad=True) * 1
         y = layer(x)
         x.add_(1)
-        with pytest.raises(SavedTensorModifiedError, match="layer0/other: a saved tensor was written to in place"):
+        with pytest.raises(
+            SavedTensorModifiedError, match=r"layer0/other\[\d\]: a saved tensor was written to in place"
+        ):
             y.sum().backward()
 
 

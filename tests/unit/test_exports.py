@@ -12,11 +12,15 @@ def test_public_names() -> None:
     assert sorted(te_offload.__all__) == [
         "Fate",
         "OffloadSession",
+        "Outcome",
+        "Plan",
+        "PlannedSlot",
         "Reason",
         "Residency",
         "SlotName",
         "SlotRecord",
         "StepRecord",
+        "Window",
         "errors",
         "fused",
         "ops",
@@ -26,7 +30,7 @@ def test_public_names() -> None:
 
 def test_every_error_is_an_offload_error_and_stands_in_the_tree() -> None:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
-    assert len(kinds) == 11
+    assert len(kinds) == 15
     for kind in kinds:
         assert issubclass(kind, errors.OffloadError)
         assert kind.__name__ in (errors.__doc__ or "")

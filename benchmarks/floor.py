@@ -1,0 +1,61 @@
+"""The floor of an offloaded step: the makespan of its dependency graph, with times measured in the same run.
+
+In: a model, a record. Out: milliseconds. Keeps true: a layer's times are those of the layer alone, the link's those of
+copies alone. Does not: know how a session schedules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from benchmarks.stack import Shape, Stack
+from te_offload import StepRecord
+from te_offload.offload.host_pool import HostPool
+from te_offload.offload.link import probe_link
+from te_offload.offload.timeline import Bounds, Key, Link, Parcel, Work, simulate
+from te_offload.offload.transfer import make_transfer
+from te_offload.slots import Fate
+
+
+def time_layers(model: Stack, inputs: tuple[torch.Tensor, ...], shape: Shape) -> tuple[tuple[float, float], Link]:
+    """A layer's share of a forward and of a backward of the whole stack without offloading, and the link's rates.
+
+    The stack is timed, not a single layer: a layer alone would not let the host run ahead as it does in a step.
+    """
+    x, splits, scales, dy = inputs
+    forward, backward = [], []
+    for _ in range(20):
+        x.grad = None
+        recipe = te.autocast(enabled=True, recipe=Float8CurrentScaling()) if shape.fp8 else contextlib.nullcontext()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with recipe:
+            y = model(x, splits, scales)
+            torch.cuda.synchronize()
+            middle = time.perf_counter()
+            y.backward(dy)
+        torch.cuda.synchronize()
+        forward.append(1e3 * (middle - start))
+        backward.append(1e3 * (time.perf_counter() - middle))
+    device = torch.device("cuda", torch.cuda.current_device())
+    pool = HostPool(None, pinned=True)
+    pool.reserve(256 << 20)
+    link = probe_link(device, make_transfer(device), pool, 128 << 20)
+    pool.close()
+    return (statistics.median(forward) / shape.layers, statistics.median(backward) / shape.layers), link
+
+
+def floor_ms(record: StepRecord, layer_ms: tuple[float, float], link: Link) -> float:
+    """The makespan for the slots that went in a recorded step."""
+    keys: list[Key] = [(window.layer, window.forward) for window in record.windows]
+    work = [Work(key, False, layer_ms[0]) for key in keys] + [Work(key, True, layer_ms[1]) for key in reversed(keys)]
+    parcels: dict[Key, list[Parcel]] = {key: [] for key in keys}
+    for row in record.slots:
+        parcels[row.layer, row.forward].append(Parcel(row.bytes_out, row.fate is Fate.OFFLOADED))
+    return simulate(work, parcels, link, Bounds()).step_ms

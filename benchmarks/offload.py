@@ -1,0 +1,177 @@
+"""One training step of a stack of grouped MLPs: without offloading, with ours, with Transformer Engine's own context.
+
+    ./run benchmarks.offload [--shape 64] [--shape 8] [--fp8] [--rounds 20] [--json FILE]
+
+All ways run in one process, interleaved, forwards and backwards through the list by turns (A B B A); each time is the
+median over the rounds, of the host's clock around a step that ends with a synchronization. Gradients of every way are
+compared with the first one's, bit for bit, before anything is timed.
+
+`floor` is the makespan of the step's dependency graph with times measured in the same run: each layer's forward and
+backward alone, each copy at the measured rate of the link (alone, or while both directions are busy) after its producer,
+each backward after its slots; out in the order of production, back in the order of need, any number of bytes in flight.
+What has not left the device when its backward comes may be read where it is; the floor moves it all the same.
+
+Peak memory is torch's over one step, less what was there before it. `terms` is what a step without offloading needs
+beside its saved tensors, plus the saved tensors that the record says were on the device at the worst moment: kept, in
+flight, back ahead of the backward, and in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.floor import floor_ms, time_layers
+from benchmarks.stack import Shape, Variant, Way, make_inputs
+from te_offload.offload.timeline import Link
+from te_offload.ops import te_adapter
+
+SHAPES = {"64": (8, 64, 2048, 1408, 32768), "8": (6, 8, 4096, 14336, 16384)}
+TE = "Transformer Engine's context"
+
+
+def ways(layers: int) -> list[Way]:
+    """The rows of the table."""
+    some, most = layers - 2, layers - 1
+    return [
+        Way("plain te.ops, no offload", plain=True),
+        Way("our ops, no offload"),
+        Way("te_offload, nothing to offload (min_bytes 1 TiB)", "te_offload", layers, min_bytes="1024GiB"),
+        Way("te_offload, all layers", "te_offload", layers),
+        Way(f"te_offload, {most} of {layers}", "te_offload", most),
+        Way(f"{TE}, {most} of {layers}, retained buffers", "te", most, retain=True),
+        Way(f"te_offload, {some} of {layers}", "te_offload", some),
+        Way(f"{TE}, {some} of {layers}, retained buffers", "te", some, retain=True),
+        Way(f"{TE}, {some} of {layers}, defaults", "te", some),
+        Way(f"{TE}, {some} of {layers}, retained, plain te.ops", "te", some, retain=True, plain=True),
+        Way(f"te_offload, {some} of {layers}, act_input kept", "te_offload", some, keep_act=True),
+        Way("te_offload, a plan for a tenth of the bytes", "te_offload", layers, fraction=0.1),
+    ]
+
+
+def measure(shape: Shape, rounds: int) -> dict[str, Any]:
+    """Run every way; the rows as plain values."""
+    inputs = make_inputs(shape)
+    rows: list[dict[str, Any]] = []
+    variants: list[Variant] = []
+    reference: list[torch.Tensor] | None = None
+    for way in ways(shape.layers):
+        variant = Variant(way, shape, inputs, variants[0].model if variants else None)
+        for _ in range(4):
+            variant.step()
+        grads = variant.gradients()
+        reference = reference or [grad.clone() for grad in grads]
+        same = all(torch.equal(one, other) for one, other in zip(reference, grads, strict=True))
+        rows.append({"name": way.name, "same_bits": same, "peak_bytes": variant.peak_bytes(), "ms": []})
+        variants.append(variant)
+    del reference, grads
+    gc.collect()
+    for number in range(rounds):
+        pairs = list(zip(variants, rows, strict=True))
+        for variant, row in pairs if number % 2 == 0 else reversed(pairs):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            variant.step()
+            torch.cuda.synchronize()
+            row["ms"].append(1e3 * (time.perf_counter() - start))
+    times, link = time_layers(variants[1].model, inputs, shape)
+    alone = rows[1]["peak_bytes"]
+    nothing = next(variant.session for variant in variants if variant.session is not None)
+    saved_bytes = nothing.records[-1].peak_resident
+    for variant, row in zip(variants, rows, strict=True):
+        if variant.session is None:
+            continue
+        record = variant.session.records[-1]
+        row |= {
+            "bytes_out": record.bytes_out,
+            "bytes_back": record.bytes_back,
+            "copies_out": record.copies_out,
+            "out_gbs": record.out_gbs,
+            "back_gbs": record.back_gbs,
+            "exposed_ms": record.exposed_ms,
+            "throttled_ms": record.throttled_ms,
+            "peak_in_flight": record.peak_in_flight,
+            "peak_ahead": record.peak_ahead,
+            "host_held": record.host_held,
+            "host_peak": record.host_peak,
+            "floor_ms": floor_ms(record, times, link),
+            "peak_resident": record.peak_resident,
+            "terms_bytes": alone - saved_bytes + record.peak_resident,
+        }
+    return {"shape": shape.title, "link": vars_of(link), "layer_ms": times, "rows": rows}
+
+
+def vars_of(link: Link) -> dict[str, float]:
+    """The link's rates in GB/s."""
+    return {name: getattr(link, name) / 1e6 for name in ("out", "back", "out_duplex", "back_duplex")}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The rows as Markdown."""
+    rates = ", ".join(f"{name} {rate:.1f}" for name, rate in result["link"].items())
+    lines = [
+        f"{result['shape']}. Link, GB/s: {rates}. One layer alone: forward {result['layer_ms'][0]:.2f} ms, backward "
+        f"{result['layer_ms'][1]:.2f} ms.",
+        "",
+        "| way | ms, median (min, max) | / floor | peak MiB (terms) | MiB out | copies | GB/s out, back | exposed + throttled ms |"
+        " bits |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        middle = statistics.median(row["ms"])
+        cells = [row["name"], f"{middle:.2f} ({min(row['ms']):.2f}, {max(row['ms']):.2f})"]
+        peak = f"{row['peak_bytes'] / 2**20:.0f}"
+        if "floor_ms" in row:
+            rates = ", ".join("-" if row[key] is None else f"{row[key]:.1f}" for key in ("out_gbs", "back_gbs"))
+            cells += [
+                f"{middle / row['floor_ms']:.3f}",
+                f"{peak} ({row['terms_bytes'] / 2**20:.0f})",
+                f"{row['bytes_out'] / 2**20:.0f}",
+                str(row["copies_out"]),
+                rates,
+                f"{row['exposed_ms']:.1f} + {row['throttled_ms']:.1f}",
+            ]
+        else:
+            cells += ["", peak, "", "", "", ""]
+        lines.append(f"| {' | '.join(cells)} | {'same' if row['same_bits'] else 'DIFFER'} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run, print a table for each shape, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="64 or 8 experts; default: both")
+    parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.offload needs a CUDA device; torch sees none here.")
+    number = te_adapter.cublaslt_version()
+    head = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformer_engine": te_adapter.installed_version(),
+        "cublaslt": f"{number // 10000}.{number // 100 % 100}",
+        "rounds": arguments.rounds,
+    }
+    print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
+    results = []
+    for name in arguments.shape or SHAPES:
+        results.append(measure(Shape(*SHAPES[name], fp8=arguments.fp8), arguments.rounds))
+        print("\n" + table(results[-1]), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"schema": "2.0", "setting": head, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""What the benchmarks run: grouped MLPs with residuals, and the ways to offload them.
+
+In: a shape. Out: variants whose `step` leaves gradients. Keeps true: every variant has the same weights, inputs and
+`main_grad` buffers. Does not: time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
+
+from te_offload import OffloadSession, Plan, PlannedSlot, ops
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A stack of grouped MLPs: layers, experts, hidden and ffn width, tokens; bf16 or FP8 current scaling."""
+
+    layers: int
+    experts: int
+    hidden: int
+    ffn: int
+    tokens: int
+    fp8: bool
+
+    @property
+    def title(self) -> str:
+        """The shape in a line."""
+        form = "FP8 current scaling" if self.fp8 else "bf16"
+        size = f"hidden {self.hidden}, ffn {self.ffn}, {self.tokens} tokens"
+        return f"{self.layers} layers of {self.experts} experts, {size}, {form}"
+
+
+class Stack(torch.nn.Module):
+    """Grouped MLPs with residuals, one behind the other."""
+
+    def __init__(self, shape: Shape, *, keep_act: bool, plain: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linear = te.ops.GroupedLinear if plain else ops.GroupedLinear
+        size: dict[str, Any] = {
+            "bias": False,
+            "device": "cuda",
+            "dtype": torch.bfloat16,
+            "accumulate_into_main_grad": True,
+        }
+        self.layers = torch.nn.ModuleList(
+            te.ops.Sequential(
+                linear(shape.experts, shape.hidden, shape.ffn, **size),
+                te.ops.ScaledSReLU() if plain else ops.ScaledSReLU(no_offload_activation=keep_act),
+                linear(shape.experts, shape.ffn, shape.hidden, **size),
+            )
+            for _ in range(shape.layers)
+        )
+        self.wrap: Callable[[torch.nn.Module, Callable[[], torch.Tensor]], torch.Tensor] = lambda layer, run: run()
+
+    def share(self, first: Stack | None) -> None:
+        """Use the weights and `main_grad` buffers of the first stack, so that many variants fit on one card."""
+        for parameter, other in zip(self.parameters(), (first or self).parameters(), strict=True):
+            if first is None:
+                parameter.main_grad = torch.zeros(parameter.shape, device="cuda")  # type: ignore[attr-defined]
+            else:
+                parameter.data, parameter.main_grad = other.data, other.main_grad  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + self.wrap(layer, lambda layer=layer, x=x: layer(x, splits, scales, splits))  # type: ignore[misc]
+        return x
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the step.
+
+    Attributes:
+        name: in the table.
+        engine: ``None``, ``"te_offload"``, ``"te"`` (Transformer Engine's context) or ``"drop-in"`` (ours).
+        going: layers whose slots go, from the first one.
+        keep_act: whether `act_input` stays. plain: plain `te.ops`. retain: retain_pinned_cpu_buffers.
+        fraction: share of the bytes for a plan to choose.
+        min_bytes: of the session.
+    """
+
+    name: str
+    engine: str | None = None
+    going: int = 0
+    keep_act: bool = False
+    plain: bool = False
+    retain: bool = False
+    fraction: float | None = None
+    min_bytes: str = "1MiB"
+
+
+class Variant:
+    """A way, ready to run."""
+
+    def __init__(self, way: Way, shape: Shape, inputs: tuple[torch.Tensor, ...], first: Stack | None) -> None:
+        self.way = way
+        self.shape = shape
+        self.inputs = inputs
+        self.model = Stack(shape, keep_act=way.keep_act, plain=way.plain)
+        self.model.share(first)
+        self.session: OffloadSession | None = None
+        if way.engine == "te_offload":
+            plan = None
+            if way.going < shape.layers and way.fraction is None:
+                slots = ("0.fc1_input", "1.act_input", "2.fc2_input")
+                plan = Plan(
+                    tuple(
+                        PlannedSlot(f"layer{layer}/{slot}", 0, 0, layer < way.going)
+                        for layer in range(shape.layers)
+                        for slot in slots
+                    )
+                )
+            self.session = OffloadSession(self.model.layers, plan=plan, fraction=way.fraction, min_bytes=way.min_bytes)
+        elif way.engine is not None:
+            self._use_context(way)
+
+    def _use_context(self, way: Way) -> None:
+        context, sync = te.get_cpu_offload_context(
+            enabled=True,
+            num_layers=way.going,
+            model_layers=self.shape.layers,
+            offload_activations=True,
+            offload_weights=False,
+            retain_pinned_cpu_buffers=way.retain,
+        )
+
+        def wrap(layer: torch.nn.Module, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+            with context:
+                y = run()
+            result: torch.Tensor = sync(y)
+            return result
+
+        self.model.wrap = wrap
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        recipe = (
+            te.autocast(enabled=True, recipe=Float8CurrentScaling()) if self.shape.fp8 else contextlib.nullcontext()
+        )
+        with self.session.step() if self.session else contextlib.nullcontext(), recipe:
+            yield
+
+    def step(self) -> None:
+        self.inputs[0].grad = None
+        x, splits, scales, dy = self.inputs
+        with self.around():
+            self.model(x, splits, scales).backward(dy)
+
+    def peak_bytes(self) -> int:
+        """Torch's peak over one step, less what was there before it."""
+        self.inputs[0].grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Every gradient of one step, from zeroed buffers."""
+        grads = [parameter.main_grad for parameter in self.model.parameters()]  # type: ignore[attr-defined]
+        for grad in grads:
+            grad.zero_()
+        self.step()
+        assert self.inputs[0].grad is not None
+        return [*grads, self.inputs[0].grad]
+
+
+def make_inputs(shape: Shape) -> tuple[torch.Tensor, ...]:
+    """Input, split sizes, router scales, gradient of the output; the same for every variant."""
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.rand(shape.experts, generator=generator) + 0.5
+    splits = (shares / shares.sum() * shape.tokens).long()
+    splits[-1] += shape.tokens - splits.sum()
+    rows = (shape.tokens, shape.hidden)
+    torch.manual_seed(0)
+    return (
+        torch.randn(rows, device="cuda", dtype=torch.bfloat16).requires_grad_(),
+        splits.cuda(),
+        torch.rand(shape.tokens, device="cuda", dtype=torch.bfloat16),
+        torch.randn(rows, device="cuda", dtype=torch.bfloat16),
+    )

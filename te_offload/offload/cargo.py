@@ -1,0 +1,162 @@
+"""What one slot of one forward sends to the host: its runs, their host memory, and where the bytes are.
+
+In: the tensors of a slot. Out: their bytes on either side, and the moments of their copies. Keeps true: the state changes
+only along `states.TRANSITIONS`; while a copy out reads the tensors, the cargo holds them. Does not: copy (mover.py does).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_offload.offload.extents import ALIGNMENT, Run
+from te_offload.offload.states import SlotState, change
+
+if TYPE_CHECKING:
+    from te_offload.offload.host_pool import Lease
+    from te_offload.offload.saved import Saved
+    from te_offload.offload.transfer import Copy, Mark, Piece
+
+OWN_LOT = 1 << 20  # bytes; a run of this length or more is given back to the allocator by itself
+
+
+class Lot:
+    """Some runs that share one allocation when they are back on the device.
+
+    Attributes:
+        nbytes: length of the allocation. memory: the allocation (uint8) while the cargo holds it.
+        untaken: tensors in it that have not been handed over.
+    """
+
+    __slots__ = ("memory", "nbytes", "untaken")
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.memory: torch.Tensor | None = None
+        self.untaken = 0
+
+
+class Hold:
+    """Held by every handle whose bytes are a cargo's; when it dies, no one can ask for them any more."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Cargo:
+    """The bytes of one slot of one forward.
+
+    Args:
+        name: the slot's, for messages. nbytes: bytes that its tensors read. runs: what is copied.
+
+    Attributes:
+        copied: bytes of the runs. places: lot and offset of each run's first byte.
+        users: weak references to the handles. untaken: how many of them have not handed their tensor over.
+        sources: the saved tensors while the copy out may read them. modified: one of them was written to before that.
+        ready: the mark after which the bytes are there to be copied.
+        recalled: the backward read the bytes before they had left the device.
+        needed: the moment at which the backward needed them, before it waited.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "back",
+        "copied",
+        "counted",
+        "lease",
+        "lots",
+        "modified",
+        "name",
+        "nbytes",
+        "needed",
+        "out",
+        "places",
+        "ready",
+        "recalled",
+        "runs",
+        "sources",
+        "state",
+        "untaken",
+        "users",
+        "watch",
+    )
+
+    def __init__(self, name: str, nbytes: int, runs: tuple[Run, ...]) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.runs = runs
+        self.copied = sum(run.nbytes for run in runs)
+        self.state = SlotState.SAVED
+        self.users: list[weakref.ref[Saved]] = []
+        self.untaken = 0
+        self.sources: list[torch.Tensor] | None = None
+        self.modified = False
+        self.ready: Mark | None = None
+        self.lease: Lease | None = None
+        self.out: Copy | None = None
+        self.back: Copy | None = None
+        self.needed: Mark | None = None
+        self.recalled = False
+        self.counted = False
+        self.watch: weakref.ref[Hold] | None = None
+        self.lots: list[Lot] = []
+        self.places: list[tuple[Lot, int]] = []
+        self._assign_lots()
+
+    def _assign_lots(self) -> None:
+        shared: Lot | None = None
+        for run in self.runs:
+            if run.nbytes >= OWN_LOT:
+                lot = Lot()
+            else:
+                lot = shared = shared or Lot()
+            if lot.nbytes == 0:
+                self.lots.append(lot)
+            begin = -(-lot.nbytes // ALIGNMENT) * ALIGNMENT + run.lead
+            lot.nbytes = begin + run.nbytes
+            self.places.append((lot, begin))
+
+    def move(self, to: SlotState) -> None:
+        """Change the state.
+
+        Raises:
+            StateError: there is no such edge.
+        """
+        self.state = change(f"{self.name}, {self.nbytes} bytes,", self.state, to)
+
+    def pieces_out(self) -> list[Piece]:
+        """What is copied to the host: the runs, cut where the lease is."""
+        assert self.lease is not None
+        return cut([(run.address, run.nbytes) for run in self.runs], self.lease.pieces)
+
+    def pieces_back(self) -> list[Piece]:
+        """What is copied back, into the lots' memory."""
+        assert self.lease is not None
+        targets = []
+        for run, (lot, begin) in zip(self.runs, self.places, strict=True):
+            assert lot.memory is not None
+            targets.append((lot.memory.data_ptr() + begin, run.nbytes))
+        return [(host, device, nbytes) for device, host, nbytes in cut(targets, self.lease.pieces)]
+
+
+def cut(ranges: list[tuple[int, int]], others: tuple[tuple[int, int], ...]) -> list[Piece]:
+    """Ranges (address, bytes) laid one behind the other into other ranges, as pieces that cross no border of either."""
+    if len(others) == 1:
+        address, pieces = others[0][0], []
+        for begin, nbytes in ranges:
+            pieces.append((begin, address, nbytes))
+            address += nbytes
+        return pieces
+    pieces = []
+    rest = iter(others)
+    address, room = next(rest)
+    for begin, nbytes in ranges:
+        while nbytes:
+            if not room:
+                address, room = next(rest)
+            part = min(nbytes, room)
+            pieces.append((begin, address, part))
+            begin, address = begin + part, address + part
+            nbytes, room = nbytes - part, room - part
+    return pieces

@@ -1,0 +1,98 @@
+"""Asynchronous copies by address on a CUDA stream, many in one call.
+
+In: pieces (source address, target address, bytes) and a stream. Out: copies queued on it. Keeps true: an error of the
+driver is raised with its number and text, before anyone relies on the copy. Does not: know what is copied, or order it.
+
+torch has no call for many copies at once. `cudaMemcpyBatchAsync` (CUDA 13's signature; NVIDIA's CUDA Runtime API, Memory
+Management) takes 0.5 us of the host a copy instead of 6, and leaves no gap between copies on the link: 256 copies of 1 MiB
+run at 53.9 GB/s, by single calls at 49.6 (docs/results/, transfer). Older runtimes get single calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from te_offload.errors import CopyError
+
+_DEFAULT_KIND = 4  # cudaMemcpyDefault: the direction follows from the addresses
+_ORDERED_BY_STREAM = 1  # cudaMemcpySrcAccessOrderStream
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("target_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class Copier:
+    """Queues copies on streams of one GPU.
+
+    Args:
+        device_index: the GPU.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        self._index = device_index
+        major = (torch.version.cuda or "0").split(".")[0]
+        self._runtime = ctypes.CDLL(f"libcudart.so.{major}")  # torch's own, loaded already
+        self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
+        self._single = self._runtime.cudaMemcpyAsync
+        self._single.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        )
+        self.batches = int(major) >= 13
+        if self.batches:
+            self._batch = self._runtime.cudaMemcpyBatchAsync
+        self._attributes = _Attributes(_ORDERED_BY_STREAM, _Location(0, 0), _Location(0, 0), 0)
+        self._first = (ctypes.c_size_t * 1)(0)
+
+    def start(self, pieces: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream) -> None:
+        """Queue the copies of all pieces.
+
+        Raises:
+            CopyError: the CUDA runtime refused.
+        """
+        if torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._index):
+                self._start(pieces, stream.cuda_stream)
+        else:
+            self._start(pieces, stream.cuda_stream)
+
+    def _start(self, pieces: Sequence[tuple[int, int, int]], stream: int) -> None:
+        if len(pieces) == 1 or not self.batches:
+            for source, target, nbytes in pieces:
+                self._check(self._single(target, source, nbytes, _DEFAULT_KIND, stream), 1, nbytes)
+            return
+        sources, targets, lengths = zip(*pieces, strict=True)
+        count = len(pieces)
+        addresses, sizes = ctypes.c_void_p * count, ctypes.c_size_t * count
+        error = self._batch(
+            addresses(*targets),
+            addresses(*sources),
+            sizes(*lengths),
+            ctypes.c_size_t(count),
+            ctypes.byref(self._attributes),
+            self._first,
+            ctypes.c_size_t(1),
+            ctypes.c_void_p(stream),
+        )
+        self._check(error, count, sum(lengths))
+
+    def _check(self, error: int, count: int, nbytes: int) -> None:
+        if error:
+            text = self._runtime.cudaGetErrorString(error).decode()
+            raise CopyError(f"CUDA refused {count} copies of {nbytes} bytes together: {text} (error {error}).")

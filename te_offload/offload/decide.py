@@ -1,0 +1,200 @@
+"""What of one forward goes to the host: the fate of each slot, and the cargos that carry those that go.
+
+In: the slots of a forward with their live handles, and the rules. Out: a fate and a reason for each slot; cargos with
+their leases. Keeps true: a slot moves whole or stays whole; memory that a staying tensor shares does not move (it would
+free nothing); each byte of a storage is copied once, with the first slot that holds it; what the host has no room for
+stays. Does not: copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_offload.offload.cargo import Cargo
+from te_offload.offload.extents import Runs, Span, find_runs, storage_key
+from te_offload.offload.host_pool import HostPool
+from te_offload.offload.saved import Saved, SlotEntry, is_plain
+from te_offload.ops import te_adapter
+from te_offload.slots import Fate, Reason
+
+if TYPE_CHECKING:
+    from te_offload.offload.plan import Plan
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a session offloads.
+
+    Attributes:
+        enabled: whether it offloads at all; if not it only records.
+        min_bytes: a slot with fewer bytes stays.
+        plan: which slots go; ``None``: all that may.
+    """
+
+    enabled: bool
+    min_bytes: int
+    plan: Plan | None = None
+
+
+@dataclass(eq=False)
+class Load:
+    """One slot while it is decided on.
+
+    Attributes:
+        entry: the slot. handles: its live handles, all of dense tensors if it may go. spans: of their tensors.
+        storages: identities of their storages.
+    """
+
+    entry: SlotEntry
+    handles: list[Saved]
+    spans: list[Span] = field(default_factory=list)
+    storages: frozenset[int] = frozenset()
+
+    @property
+    def goes(self) -> bool:
+        """Whether the slot goes, as far as decided."""
+        return self.entry.fate is Fate.OFFLOADED
+
+
+@dataclass(eq=False)
+class Shipment:
+    """A cargo, and the handles whose bytes it has."""
+
+    cargo: Cargo
+    entry: SlotEntry
+    handles: list[Saved]
+    runs: Runs
+
+
+def decide(
+    entries: Iterable[SlotEntry],
+    module: torch.nn.Module | None,
+    exempt: Iterable[torch.Tensor],
+    rules: Rules,
+    device: torch.device,
+    pool: HostPool,
+) -> tuple[list[Shipment], list[Load]]:
+    """Decide each slot's fate; shipments for those that go, their leases taken, and the loads that stay.
+
+    Args:
+        entries: the slots of a forward, in the order in which they were saved.
+        module: the layer, whose parameters' memory stays.
+        exempt: tensors that stay in any case.
+        rules, device, pool: of the session.
+    """
+    loads = [_load(entry, rules, device) for entry in entries]
+    unnamed = any(load.goes and not load.entry.once for load in loads)
+    owned = _storages_of(module) if unnamed and module is not None else frozenset()
+    staying = {storage_key(tensor) for tensor in exempt if is_plain(tensor)}
+    while True:
+        _keep_shared_memory(loads, owned, staying)
+        shipments = _shipments([load for load in loads if load.goes], device)
+        refused = _lease(shipments, pool)
+        if refused is None:
+            return shipments, [load for load in loads if load.handles and not load.goes]
+        refused.fate, refused.reason = Fate.KEPT, Reason.NO_ROOM
+
+
+def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
+    load = Load(entry, entry.live_handles())
+    if not load.handles:
+        if entry.reason is Reason.NONE:  # saved, but not here; or not needed any more
+            entry.reason = Reason.GRAPH_GONE if entry.handles else Reason.FOREIGN_HOOK
+        return load
+    tensors = [handle.tensor for handle in load.handles if handle.tensor is not None]
+    entry.tensors = len(tensors)
+    plain = all(is_plain(tensor) for tensor in tensors)
+    if plain:
+        load.spans = [Span.of(tensor) for tensor in tensors]
+        load.storages = frozenset(span.storage for span in load.spans)
+        if len(tensors) == 1:
+            entry.nbytes = load.spans[0].end - load.spans[0].begin
+        else:
+            entry.nbytes = find_runs(load.spans, across_storages=False).covered
+    else:
+        entry.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        load.storages = frozenset(storage_key(tensor) for tensor in tensors if is_plain(tensor))
+    entry.reason = _reason_to_stay(entry, tensors, plain, rules, device)
+    entry.fate = Fate.KEPT if entry.reason is not Reason.NONE else Fate.OFFLOADED
+    return load
+
+
+def _reason_to_stay(
+    entry: SlotEntry, tensors: list[torch.Tensor], plain: bool, rules: Rules, device: torch.device
+) -> Reason:
+    if not rules.enabled:
+        return Reason.DISABLED
+    if entry.keep:
+        return Reason.ASKED
+    if entry.reason is Reason.MARKED or any(te_adapter.is_marked_not_offload(tensor) for tensor in tensors):
+        return Reason.MARKED
+    if not plain:
+        return Reason.NOT_PLAIN
+    if any(tensor.device != device for tensor in tensors):
+        return Reason.OTHER_DEVICE
+    if entry.nbytes < rules.min_bytes:
+        return Reason.TOO_SMALL
+    if rules.plan is not None and not rules.plan.goes(entry.title, entry.visit.forward):
+        return Reason.PLAN
+    return Reason.NONE
+
+
+def _keep_shared_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -> None:
+    changed = True
+    while changed:
+        changed = False
+        for load in loads:
+            if load.goes and load.storages & owned:
+                load.entry.fate, load.entry.reason, changed = Fate.KEPT, Reason.PARAMETER, True
+            elif load.goes and load.storages & staying:
+                load.entry.fate, load.entry.reason, changed = Fate.KEPT, Reason.ALIAS, True
+            if load.handles and not load.goes:
+                staying |= load.storages
+
+
+def _shipments(loads: list[Load], device: torch.device) -> list[Shipment]:
+    owners: dict[int, int] = {}
+    shared = False
+    for number, load in enumerate(loads):
+        for storage in load.storages:
+            shared = owners.setdefault(storage, number) != number or shared
+    members = [list(zip(load.handles, load.spans, strict=True)) for load in loads]
+    if shared:
+        members = [
+            [pair for other in members for pair in other if owners[pair[1].storage] == number]
+            for number in range(len(loads))
+        ]
+    shipments = []
+    for load, pairs in zip(loads, members, strict=True):
+        load.entry.cargo, load.entry.bytes_out = None, 0
+        if pairs:
+            runs = find_runs([span for _, span in pairs], across_storages=device.type == "cuda")
+            cargo = Cargo(load.entry.name, runs.covered, runs.runs)
+            load.entry.cargo, load.entry.bytes_out = cargo, cargo.copied
+            shipments.append(Shipment(cargo, load.entry, [handle for handle, _ in pairs], runs))
+    return shipments
+
+
+def _lease(shipments: list[Shipment], pool: HostPool) -> SlotEntry | None:
+    """Take host memory for all; if that fails take none, and say which slot found no room."""
+    for number, shipment in enumerate(shipments):
+        if shipment.cargo.copied:
+            shipment.cargo.lease = pool.acquire(shipment.cargo.copied)
+            if shipment.cargo.lease is None:
+                for earlier in shipments[:number]:
+                    if earlier.cargo.lease is not None:
+                        earlier.cargo.lease.release()
+                return shipment.entry
+    return None
+
+
+def _storages_of(module: torch.nn.Module) -> frozenset[int]:
+    """Keys of the storages of a module's dense parameters and buffers; of a sharded one, of its local shard."""
+    owned = [getattr(tensor, "_local_tensor", tensor) for tensor in (*module.parameters(), *module.buffers())]
+    return frozenset(
+        storage_key(tensor) for tensor in owned if type(tensor.data) is torch.Tensor and tensor.device.type != "meta"
+    )

@@ -1,0 +1,169 @@
+"""The parts that offload, put together, and what a step is: forwards, their backwards, and a record at the end.
+
+In: forwards that begin and end. Out: `StepRecord` values. Keeps true: between steps no tensor and no host byte is on
+loan; times are read only after the device has passed their marks, so no step waits for its own record. Does not: know
+how a forward is found (session.py and dropin.py do).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import torch
+
+from te_offload.offload import numa
+from te_offload.offload.decide import Rules
+from te_offload.offload.host_pool import HostPool
+from te_offload.offload.measure import FinishedStep, resolve
+from te_offload.offload.mover import Counts, Mover
+from te_offload.offload.record import StepRecord
+from te_offload.offload.returns import Returns
+from te_offload.offload.transfer import make_transfer
+from te_offload.offload.verify import Verifier
+from te_offload.offload.visit import LayerVisit
+from te_offload.slots import Reason
+
+HISTORY = 16  # steps whose records are kept
+GROWTH_STEPS = 3  # steps in which host memory may be taken from the system
+FIRST_BOUND = 256 << 20  # bytes in flight each way until something was measured
+MARGIN = 1.25  # of what was measured to be needed
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSettings:
+    """Host memory of a session, in bytes.
+
+    Attributes:
+        limit: most bytes held; ``None``: no cap. reserve: bytes taken when the first step begins.
+    """
+
+    limit: int | None = None
+    reserve: int = 0
+
+
+class Engine:
+    """Offloads what forwards save.
+
+    Args:
+        device: where they run. rules: what goes. host: host memory.
+        max_in_flight: most bytes in flight each way; ``None``: what was measured to be needed.
+        verify: whether every restored slot is compared with what was saved.
+
+    Attributes:
+        visits: the forwards of this step, or of the last one.
+    """
+
+    def __init__(
+        self, device: torch.device, rules: Rules, host: HostSettings, max_in_flight: int | None, *, verify: bool = False
+    ) -> None:
+        self.device = device
+        self.rules = rules
+        transfer = make_transfer(device)
+        self.pool = HostPool(host.limit, pinned=device.type == "cuda", node=numa.node_of_gpu(device))
+        bound = FIRST_BOUND if max_in_flight is None else max_in_flight
+        self.mover = Mover(device, self.pool, transfer, bound)
+        self.returns = Returns(self.mover, bound)
+        self.verifier = Verifier(device) if verify else None
+        self.visits: list[LayerVisit] = []
+        self.steps = 0
+        self._adapts = max_in_flight is None
+        self._reserve = host.reserve
+        self._finished: collections.deque[FinishedStep | StepRecord] = collections.deque(maxlen=HISTORY)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        if self._reserve:
+            self.pool.reserve(self._reserve)
+            self._reserve = 0
+        if self._adapts:
+            self._adapt()
+        self.mover.counts = Counts()
+        self.pool.peak_bytes = self.pool.live_bytes
+        self.visits = []
+        self.returns.begin_step(self.visits)
+        self._began = self.mover.transfer.mark()
+
+    def open_visit(self, layer: str, module: torch.nn.Module | None, forward: int, stays: Reason) -> LayerVisit:
+        """A forward begins; its hooks are not on yet."""
+        visit = LayerVisit(layer, module, forward, self, stays)
+        self.visits.append(visit)
+        return visit
+
+    def end_step(self) -> None:
+        """The step is over: leave nothing behind, and keep what its record needs."""
+        ended = self.mover.transfer.mark()
+        abandoned = sum(cargo.lease is not None for visit in self.visits for cargo in visit.cargos)
+        for visit in self.visits:
+            visit.release()
+        self.mover.drain()
+        self.pool.settle()
+        self.returns.end_step()
+        if self.verifier is not None:
+            self.verifier.forget()
+        self._finished.append(
+            FinishedStep(
+                index=self.steps,
+                visits=self.visits,
+                reads=self.returns.reads,
+                counts=self.mover.counts,
+                abandoned=abandoned,
+                planned=self.rules.plan is not None,
+                began=self._began,
+                ended=ended,
+                host_peak=self.pool.peak_bytes,
+                host_held=self.pool.held_bytes,
+                host_allocations=self.pool.allocations,
+                host_failure=self.pool.failure,
+            )
+        )
+        self.steps += 1
+        if self.steps >= GROWTH_STEPS:
+            self.pool.may_grow = False
+
+    def close(self) -> None:
+        """Give all host memory back."""
+        self.mover.drain()
+        self.pool.close()
+
+    # Records ---------------------------------------------------------------------------------------------------------
+
+    def records(self) -> tuple[StepRecord, ...]:
+        """The records of the last steps, oldest first. Waits for the device to pass the end of the last one."""
+        for position, step in enumerate(self._finished):
+            if isinstance(step, FinishedStep):
+                self._finished[position] = resolve(step, self.mover.transfer)
+        return tuple(step for step in self._finished if isinstance(step, StepRecord))
+
+    def latest_record(self, *, wait: bool) -> StepRecord | None:
+        """The record of the last step; unless ``wait``, of the last one that the device has passed already."""
+        for position in reversed(range(len(self._finished))):
+            step = self._finished[position]
+            if isinstance(step, FinishedStep) and (wait or step.is_over()):
+                step = self._finished[position] = resolve(step, self.mover.transfer)
+            if isinstance(step, StepRecord):
+                return step
+        return None
+
+    def _adapt(self) -> None:
+        """Set both bounds to what keeps the link busy: what it moves during the longest window, and one slot more."""
+        record = self.latest_record(wait=False)
+        if record is None or not record.bytes_out:
+            return
+        slots = [row.bytes_out for row in record.slots]
+        by_layer: collections.Counter[tuple[str, int]] = collections.Counter()
+        for row in record.slots:
+            by_layer[row.layer, row.forward] += row.bytes_out
+        windows = [window for window in record.windows if by_layer[window.layer, window.forward]]
+        last = max((window.read for window in record.windows if window.read is not None), default=None)
+        forward = max((window.forward_ms for window in windows), default=0.0)
+        backward = max(
+            (w.backward_ms for w in record.windows if w.backward_ms is not None and w.read != last), default=0.0
+        )
+        layer = max(by_layer.values())
+        out = min(int((record.out_gbs or 0.0) * forward * 1e6), layer) + max(slots)
+        back = min(int((record.back_gbs or 0.0) * backward * 1e6), layer) + max(slots)
+        self.mover.max_in_flight = int(MARGIN * out)
+        self.returns.max_ahead = int(MARGIN * back)

@@ -1,0 +1,192 @@
+"""From the marks of a step to its record.
+
+In: a finished step. Out: its `StepRecord`. Keeps true: every time is between marks of the device's own clock; a wait is
+counted once, where the compute stream stood. Does not: run in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_offload.offload.cargo import Cargo
+from te_offload.offload.mover import Counts
+from te_offload.offload.record import Outcome, SlotRecord, StepRecord, Window
+from te_offload.offload.saved import SlotEntry
+from te_offload.offload.transfer import Mark, Transfer
+from te_offload.offload.visit import LayerVisit
+from te_offload.slots import Fate, SlotName
+
+_LATE_MS = 0.005  # waits below this are the clock's own resolution
+
+
+@dataclass(eq=False)
+class FinishedStep:
+    """A step whose record is not written yet; fields as in `StepRecord`, times as marks."""
+
+    index: int
+    visits: list[LayerVisit]
+    reads: list[LayerVisit]
+    counts: Counts
+    abandoned: int
+    planned: bool
+    began: Mark
+    ended: Mark
+    host_peak: int
+    host_held: int
+    host_allocations: int
+    host_failure: str | None
+
+    def is_over(self) -> bool:
+        """Whether the device has passed all of its marks."""
+        return all(mark.is_over() for mark in self._last_marks())
+
+    def wait(self) -> None:
+        """Block the host until the device has passed all of its marks."""
+        for mark in self._last_marks():
+            mark.wait()
+
+    def _last_marks(self) -> list[Mark]:
+        copies = [copy for visit in self.visits for cargo in visit.cargos for copy in (cargo.out, cargo.back) if copy]
+        return [self.ended, *(copy.ended for copy in copies)]
+
+
+def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
+    """The record of a step; waits until the device has passed it."""
+    step.wait()
+    rows = tuple(row for visit in step.visits for row in _rows(visit, transfer))
+    copies = [cargo for visit in step.visits for cargo in visit.cargos]
+    counts = step.counts
+    record = StepRecord(
+        index=step.index,
+        rank=_rank(),
+        slots=rows,
+        windows=_windows(step, transfer),
+        residency=tuple(counts.residency),
+        bytes_out=counts.bytes_out,
+        bytes_back=counts.bytes_back,
+        copies_out=counts.copies_out,
+        copies_back=counts.copies_back,
+        peak_in_flight=counts.peak_in_flight,
+        peak_ahead=counts.peak_ahead,
+        host_peak=step.host_peak,
+        host_held=step.host_held,
+        host_allocations=step.host_allocations,
+        host_failure=step.host_failure,
+        exempt_bytes=sum(visit.exempt_bytes for visit in step.visits),
+        abandoned=step.abandoned,
+        planned=step.planned,
+        step_ms=transfer.milliseconds(step.began, step.ended),
+        out_ms=sum(transfer.milliseconds(cargo.out.began, cargo.out.ended) for cargo in copies if cargo.out),
+        back_ms=sum(transfer.milliseconds(cargo.back.began, cargo.back.ended) for cargo in copies if cargo.back),
+    )
+    for visit in step.visits:  # the handles of a graph that lives on hold the visit, and need no more than its name
+        visit.entries = []
+        visit.cargos = []
+        visit.kept = []
+    return record
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _rows(visit: LayerVisit, transfer: Transfer) -> list[SlotRecord]:
+    """A row for each slot; tensors that nobody named share a row where their fate, reason and outcome are the same."""
+    rows: dict[Any, SlotRecord] = {}
+    for position, entry in enumerate(visit.entries):
+        row = _row(entry, visit.forward, transfer)
+        key = position if entry.slot is not SlotName.OTHER else (row.fate, row.reason, row.outcome)
+        rows[key] = _together(rows[key], row) if key in rows else row
+    return list(rows.values())
+
+
+def _row(entry: SlotEntry, forward: int, transfer: Transfer) -> SlotRecord:
+    cargo = entry.cargo
+    out = transfer.milliseconds(cargo.out.began, cargo.out.ended) if cargo and cargo.out else None
+    back = transfer.milliseconds(cargo.back.began, cargo.back.ended) if cargo and cargo.back else None
+    exposed = _exposed(cargo, transfer)
+    outcome = Outcome.NONE
+    if entry.fate is Fate.OFFLOADED and cargo is not None and cargo.out is not None:
+        if cargo.recalled:
+            outcome = Outcome.RECALLED
+        elif cargo.needed is None:
+            outcome = Outcome.UNREAD
+        else:
+            outcome = Outcome.LATE if exposed > _LATE_MS else Outcome.HIT
+    return SlotRecord(
+        layer=entry.visit.layer,
+        op=entry.op,
+        slot=entry.slot,
+        forward=forward,
+        nbytes=entry.nbytes,
+        tensors=entry.tensors,
+        fate=entry.fate,
+        reason=entry.reason,
+        bytes_out=entry.bytes_out,
+        outcome=outcome,
+        out_ms=out,
+        back_ms=back,
+        exposed_ms=exposed,
+    )
+
+
+def _together(one: SlotRecord, other: SlotRecord) -> SlotRecord:
+    def add(first: float | None, second: float | None) -> float | None:
+        return second if first is None else first if second is None else first + second
+
+    return SlotRecord(
+        layer=one.layer,
+        op=one.op,
+        slot=one.slot,
+        forward=one.forward,
+        nbytes=one.nbytes + other.nbytes,
+        tensors=one.tensors + other.tensors,
+        fate=one.fate,
+        reason=one.reason,
+        bytes_out=one.bytes_out + other.bytes_out,
+        outcome=one.outcome,
+        out_ms=add(one.out_ms, other.out_ms),
+        back_ms=add(one.back_ms, other.back_ms),
+        exposed_ms=one.exposed_ms + other.exposed_ms,
+    )
+
+
+def _exposed(cargo: Cargo | None, transfer: Transfer) -> float:
+    if cargo is None or cargo.needed is None or cargo.back is None:
+        return 0.0
+    return max(0.0, transfer.milliseconds(cargo.needed, cargo.back.ended))
+
+
+def _windows(step: FinishedStep, transfer: Transfer) -> tuple[Window, ...]:
+    backward: dict[int, tuple[int, float]] = {}
+    for number, visit in enumerate(step.reads):
+        assert visit.needed is not None
+        following = step.reads[number + 1].needed if number + 1 < len(step.reads) else step.ended
+        assert following is not None
+        waited = sum(_exposed(cargo, transfer) for cargo in visit.cargos)
+        backward[id(visit)] = (number, max(0.0, transfer.milliseconds(visit.needed, following) - waited))
+    windows = []
+    for visit in step.visits:
+        if visit.began is None or visit.ended is None:
+            continue  # it was left alone, or raised
+        read, backward_ms = backward.get(id(visit), (None, None))
+        throttles = step.counts.throttles[slice(*visit.throttles)]
+        windows.append(
+            Window(
+                layer=visit.layer,
+                forward=visit.forward,
+                begin_ms=transfer.milliseconds(step.began, visit.began),
+                forward_ms=transfer.milliseconds(visit.began, visit.ended),
+                throttled_ms=sum(max(0.0, transfer.milliseconds(*throttle)) for throttle in throttles),
+                needed_ms=None
+                if read is None or visit.needed is None
+                else transfer.milliseconds(step.began, visit.needed),
+                backward_ms=backward_ms,
+                read=read,
+            )
+        )
+    return tuple(windows)

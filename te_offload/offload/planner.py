@@ -1,0 +1,319 @@
+"""Makes the plan: from the record of a step, a policy and the link's measured rates, which slots go.
+
+In: records. Out: a frozen `Plan`, and the rules for the next step. Keeps true: budgets are met, or a `BudgetError` says by
+how many bytes not, and which slots would have to go; of the choices that meet them the one with the least predicted
+waiting is taken; the same records give the same plan. Does not: move bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from te_offload.errors import BudgetError, PlanError
+from te_offload.offload.decide import Rules
+from te_offload.offload.engine import GROWTH_STEPS, Engine
+from te_offload.offload.link import probe_link
+from te_offload.offload.plan import Plan, PlannedSlot
+from te_offload.offload.policy import Policy
+from te_offload.offload.record import SlotRecord, StepRecord
+from te_offload.offload.timeline import Bounds, Forecast, Key, Link, Parcel, Work, simulate
+from te_offload.slots import Fate, Reason
+from te_offload.units import format_bytes
+
+_MAY_GO = (Reason.NONE, Reason.PLAN, Reason.NO_ROOM)
+_NOT_COUNTED = (Reason.ALIAS, Reason.PARAMETER, Reason.OTHER_DEVICE)  # memory that is there anyhow, or elsewhere
+_BRUTE_FORCE = 12  # slots of a layer up to which all choices are tried
+_TOGETHER_EVERY = 64  # steps between the looks of ranks that plan together
+
+
+class Planner:
+    """Decides before each step what goes.
+
+    Args:
+        policy: what the user asks for. given: a plan to follow instead. group: ranks that shall have the same plan.
+    """
+
+    def __init__(self, policy: Policy, given: Plan | None, group: Any) -> None:
+        self.plan = given
+        self._policy = policy
+        self._given = given is not None
+        self._group = group
+        self._link: Link | None = None
+
+    def rules_for_next_step(self, rules: Rules, engine: Engine) -> Rules:
+        """The session's rules with the plan for the step that begins now.
+
+        Raises:
+            BudgetError: the budgets cannot be met. PlanError: ranks that shall plan together have other slots.
+        """
+        if engine.steps == 1 and self._policy.host_limit is not None:
+            record = engine.latest_record(wait=True)
+            assert record is not None
+            check_host_limit(self._policy.host_limit, record)
+        if not self._given and self._policy.name == "planned":
+            if self._group is not None:
+                self._plan_together(engine)
+            else:
+                self._plan_alone(engine)
+        return dataclasses.replace(rules, plan=self.plan)
+
+    def _plan_alone(self, engine: Engine) -> None:
+        if engine.steps == 0:
+            return
+        record = engine.latest_record(wait=self.plan is None)
+        if record is None or not record.slots:
+            return
+        if self.plan is None:
+            undisturbed = record.index > 0 or engine.pool.may_grow is False
+            if undisturbed or engine.steps >= GROWTH_STEPS:
+                self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
+        elif self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift:
+            self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
+
+    def _plan_together(self, engine: Engine) -> None:
+        """The same steps on every rank: one collective, and none at other steps."""
+        due = engine.steps == 2 or (engine.steps > 2 and engine.steps % _TOGETHER_EVERY == 0)
+        if not due:
+            return
+        record = engine.latest_record(wait=True)
+        assert record is not None
+        mine = (record, self._rates(engine), engine.mover.max_in_flight, engine.returns.max_ahead)
+        everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
+        torch.distributed.all_gather_object(everyone, mine, group=self._group)
+        records = [record for record, *_ in everyone]
+        record = merge_records(records)
+        link = Link(*(min(dataclasses.astuple(rates)[i] for _, rates, *_ in everyone) for i in range(4)))
+        bounds = Bounds(max(each[2] for each in everyone), max(each[3] for each in everyone), recall=True)
+        if self.plan is None or self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift:
+            self.plan = make_plan(self._policy, record, link, bounds)
+
+    def _rates(self, engine: Engine) -> Link:
+        if self._link is None:
+            self._link = probe_link(engine.device, engine.mover.transfer, engine.pool)
+        return self._link
+
+
+def _bounds(engine: Engine) -> Bounds:
+    return Bounds(engine.mover.max_in_flight, engine.returns.max_ahead, recall=True)
+
+
+# From a record ------------------------------------------------------------------------------------------------------
+
+
+def bytes_by_slot(record: StepRecord) -> dict[tuple[str, int], int]:
+    """Bytes of every slot that may go, by name and forward; what nobody named is one slot of its forward."""
+    found: dict[tuple[str, int], int] = {}
+    for row in record.slots:
+        if _may_go(row):
+            found[row.name, row.forward] = found.get((row.name, row.forward), 0) + row.nbytes
+    return found
+
+
+def _may_go(row: SlotRecord) -> bool:
+    return row.fate in (Fate.OFFLOADED, Fate.KEPT) and row.reason in _MAY_GO and row.nbytes > 0
+
+
+def work_of(record: StepRecord) -> list[Work]:
+    """The work of a step in the order of the compute stream, waits for copies taken out."""
+    moments: list[tuple[float, Key, bool, float]] = []
+    for window in record.windows:
+        key = window.layer, window.forward
+        moments.append((window.begin_ms, key, False, window.throttled_ms))
+        if window.needed_ms is not None:
+            waited = sum(r.exposed_ms for r in record.slots if (r.layer, r.forward) == key)
+            moments.append((window.needed_ms, key, True, waited))
+    moments.sort(key=lambda moment: moment[0])
+    ends = [moment[0] for moment in moments[1:]] + [record.step_ms]
+    return [
+        Work(key, backward, max(0.0, end - begin - waited))
+        for (begin, key, backward, waited), end in zip(moments, ends, strict=True)
+    ]
+
+
+def merge_records(records: Sequence[StepRecord]) -> StepRecord:
+    """One record for several ranks: of each number the largest.
+
+    Raises:
+        PlanError: the ranks have other slots or forwards.
+    """
+    first = records[0]
+    for other in records[1:]:
+        same = [(r.name, r.forward) for r in other.slots] == [(r.name, r.forward) for r in first.slots]
+        if not same or len(other.windows) != len(first.windows):
+            raise PlanError(
+                f"Ranks {first.rank} and {other.rank} have other slots ({len(first.slots)} and {len(other.slots)}), so "
+                "they cannot have the same plan. Give a process group of ranks with the same layers, or none."
+            )
+
+    def largest(rows: Iterable[Any], *names: str) -> Any:
+        rows = list(rows)
+        numbers = {name: max(getattr(row, name) or 0 for row in rows) for name in names}
+        return dataclasses.replace(rows[0], **numbers)
+
+    slots = [largest(rows, "nbytes", "bytes_out") for rows in zip(*(r.slots for r in records), strict=True)]
+    return dataclasses.replace(first, slots=tuple(slots))
+
+
+# The choice ---------------------------------------------------------------------------------------------------------
+
+
+def check_host_limit(limit: int, record: StepRecord) -> None:
+    """Refuse a host limit under which nothing can ever go.
+
+    Raises:
+        BudgetError: it is smaller than every slot that may go.
+    """
+    rows = [row for row in record.slots if _may_go(row)]
+    if rows and all(row.reason is Reason.NO_ROOM for row in rows):
+        smallest = min(rows, key=lambda row: row.nbytes)
+        if smallest.nbytes > limit:
+            raise BudgetError(
+                f"host_limit is {format_bytes(limit)}, but the smallest slot that may go, {smallest.name}, has "
+                f"{format_bytes(smallest.nbytes)}: {format_bytes(smallest.nbytes - limit)} too little for anything to go. "
+                "Raise host_limit, or leave the session out."
+            )
+
+
+def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds) -> Plan:
+    """The plan for steps like a recorded one.
+
+    Raises:
+        BudgetError: the budgets cannot be met.
+    """
+    slots = bytes_by_slot(record)
+    order = list(slots)
+    work = work_of(record)
+    layers = {key: key[0].split("/")[0] for key in order}
+
+    def forecast(going: frozenset[tuple[str, int]]) -> Forecast:
+        parcels: dict[Key, list[Parcel]] = {}
+        for key in order:
+            parcels.setdefault((layers[key], key[1]), []).append(Parcel(slots[key], key in going))
+        return simulate(work, parcels, link, bounds)
+
+    choices = _choices(policy, record, slots)
+    going = min(choices, key=lambda choice: (forecast(choice).step_ms, -len(choice)))
+    if policy.budget_per_layer is None and policy.fraction is None:
+        going = _keep_the_last(order, going, forecast)
+    going = _keep_more(policy.keep_more, order, slots, going)
+    if policy.host_limit is not None:
+        going = _fit_host(policy, order, slots, going, forecast)
+    planned = tuple(
+        PlannedSlot(name, forward, slots[name, forward], (name, forward) in going) for name, forward in order
+    )
+    return Plan(planned, forecast(going))
+
+
+Choice = frozenset[tuple[str, int]]
+
+
+def _choices(policy: Policy, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> list[Choice]:
+    """Choices that meet the budget, all with about the fewest bytes."""
+    if policy.budget_per_layer is not None:
+        return [_within_budget(policy.budget_per_layer, record, slots)]
+    if policy.fraction is None:
+        return [frozenset(slots)]
+    wanted = policy.fraction * sum(slots.values())
+    kinds = list(dict.fromkeys(name.split("/", 1)[1] for name, _ in slots))
+    orders = [list(slots)]
+    for first in kinds:  # one kind of slot of every layer first, then the others
+        orders.append(sorted(slots, key=lambda key, first=first: key[0].split("/", 1)[1] != first))  # type: ignore[misc]
+    choices = []
+    for order in orders:
+        chosen: list[tuple[str, int]] = []
+        total = 0
+        for key in order:
+            if total >= wanted:
+                break
+            chosen.append(key)
+            total += slots[key]
+        choices.append(frozenset(chosen))
+    return choices
+
+
+def _within_budget(budget: int, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> Choice:
+    going: set[tuple[str, int]] = set()
+    for window in record.windows:
+        rows = [row for row in record.slots if (row.layer, row.forward) == (window.layer, window.forward)]
+        stuck = [row for row in rows if row.fate is Fate.KEPT and not _may_go(row) and row.reason not in _NOT_COUNTED]
+        staying = sum(row.nbytes for row in stuck)
+        if staying > budget:
+            names = ", ".join(f"{row.name} ({format_bytes(row.nbytes)}, {row.reason.value})" for row in stuck)
+            raise BudgetError(
+                f"budget_per_layer is {format_bytes(budget)}, but {format_bytes(staying)} of {window.layer} must stay, "
+                f"{format_bytes(staying - budget)} too much. These would have to go: {names}. Raise the budget, or let "
+                "them go."
+            )
+        mine = [key for key in slots if key[0].split("/")[0] == window.layer and key[1] == window.forward]
+        going |= _fewest_bytes(mine, slots, staying + sum(slots[key] for key in mine) - budget)
+    return frozenset(going)
+
+
+def _fewest_bytes(
+    keys: Sequence[tuple[str, int]], slots: Mapping[tuple[str, int], int], needed: int
+) -> set[tuple[str, int]]:
+    """Slots of at least ``needed`` bytes together, as few bytes as possible."""
+    if needed <= 0:
+        return set()
+    if len(keys) <= _BRUTE_FORCE:
+        groups = (group for size in range(1, len(keys) + 1) for group in itertools.combinations(keys, size))
+        enough = [group for group in groups if sum(slots[key] for key in group) >= needed]
+        return set(min(enough, key=lambda group: sum(slots[key] for key in group)))
+    chosen: set[tuple[str, int]] = set()
+    for key in sorted(keys, key=lambda key: -slots[key]):
+        if sum(slots[other] for other in chosen) < needed:
+            chosen.add(key)
+    return chosen
+
+
+def _keep_the_last(order: Sequence[tuple[str, int]], going: Choice, forecast: Any) -> Choice:
+    """Keep the slots saved last whose leaving would free nothing at the peak, and whose staying costs no time."""
+    best = forecast(going)
+    for key in reversed(order):
+        fewer = going - {key}
+        found = forecast(fewer)
+        if found.peak_bytes > best.peak_bytes or found.step_ms > best.step_ms * (1 + 1e-9):
+            break
+        going, best = fewer, found
+    return going
+
+
+def _keep_more(
+    nbytes: int, order: Sequence[tuple[str, int]], slots: Mapping[tuple[str, int], int], going: Choice
+) -> Choice:
+    kept = 0
+    for key in reversed(order):
+        if key in going and kept + slots[key] <= nbytes:
+            going, kept = going - {key}, kept + slots[key]
+    return going
+
+
+def _fit_host(
+    policy: Policy,
+    order: Sequence[tuple[str, int]],
+    slots: Mapping[tuple[str, int], int],
+    going: Choice,
+    forecast: Any,
+) -> Choice:
+    assert policy.host_limit is not None
+    needed = forecast(going).host_bytes
+    if needed <= policy.host_limit:
+        return going
+    if policy.budget_per_layer is not None or policy.fraction is not None:
+        names = ", ".join(name for name, _ in order if (name, 0) in going)
+        what = "budget_per_layer" if policy.fraction is None else f"fraction={policy.fraction:g}"
+        raise BudgetError(
+            f"{what} sends {format_bytes(needed)} to the host, but host_limit is {format_bytes(policy.host_limit)}, "
+            f"{format_bytes(needed - policy.host_limit)} less. These would have to go: {names}. Raise host_limit, or let "
+            "more stay on the device."
+        )
+    for key in reversed(order):
+        if forecast(going).host_bytes <= policy.host_limit:
+            break
+        going -= {key}
+    return going

@@ -1,0 +1,201 @@
+"""How long a step takes if given slots are offloaded: its work, two links, and what waits for what.
+
+In: the work of a step in order, the slots of each forward, the link's rates. Out: a `Forecast`. Keeps true: copies out
+run in the order in which they were produced, copies back in the order in which they are needed, one at a time each way,
+each back after its own out; two that run at once share the link's duplex rate. Does not: know a device. The floor of
+benchmarks/offload.py is this with no bounds and no recall.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Key = tuple[str, int]  # layer, and number of its forward in the step
+
+
+@dataclass(frozen=True)
+class Link:
+    """Rates in bytes a millisecond: out and back alone, and each while both are busy."""
+
+    out: float
+    back: float
+    out_duplex: float
+    back_duplex: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """One forward or backward on the compute stream."""
+
+    key: Key
+    backward: bool
+    ms: float
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One slot: bytes, and whether it goes."""
+
+    nbytes: int
+    goes: bool
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes in flight each way, and whether what has not left yet may be read where it is."""
+
+    out: float = math.inf
+    back: float = math.inf
+    recall: bool = False
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A predicted step.
+
+    Attributes:
+        step_ms: its length. waiting_ms: how much of it the compute stream waits for copies.
+        peak_bytes: most bytes of saved tensors on the device. host_bytes: most on the host.
+    """
+
+    step_ms: float
+    waiting_ms: float
+    peak_bytes: int
+    host_bytes: int
+
+
+class _Trip:
+    """One slot's way out and back."""
+
+    __slots__ = ("back_done", "left_back", "left_out", "nbytes", "out_done", "queued", "ready")
+
+    def __init__(self, nbytes: int, ready: float) -> None:
+        self.nbytes = nbytes
+        self.ready = ready
+        self.left_out = self.left_back = float(nbytes)
+        self.out_done = self.back_done = math.inf
+        self.queued = False
+
+
+class _Links:
+    """Both directions of the link, up to a moment."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.now = 0.0
+        self.out: collections.deque[_Trip] = collections.deque()
+        self.back: collections.deque[_Trip] = collections.deque()
+
+    def advance(self, to: float) -> None:
+        """Copy until the moment ``to``."""
+        while self.now < to and self._step(to):
+            pass
+        self.now = max(self.now, to)
+
+    def finish(self, trip: _Trip, *, back: bool) -> float:
+        """Copy until one trip is out, or back; that moment."""
+        while (trip.back_done if back else trip.out_done) == math.inf:
+            if not self._step(math.inf):
+                raise AssertionError("a trip that nobody asked for")
+        return trip.back_done if back else trip.out_done
+
+    def _step(self, to: float) -> bool:
+        out = self.out[0] if self.out and self.out[0].ready <= self.now else None
+        back = self.back[0] if self.back and self.back[0].out_done <= self.now else None
+        both = out is not None and back is not None
+        rate_out = self.link.out_duplex if both else self.link.out
+        rate_back = self.link.back_duplex if both else self.link.back
+        moments = [to]
+        if out is not None:
+            moments.append(self.now + out.left_out / rate_out)
+        elif self.out:
+            moments.append(self.out[0].ready)
+        if back is not None:
+            moments.append(self.now + back.left_back / rate_back)
+        until = min(moments)
+        if until == math.inf:
+            return False
+        passed = until - self.now
+        if out is not None:
+            out.left_out -= passed * rate_out
+            if out.left_out <= 1e-6 * out.nbytes:
+                out.out_done = until
+                self.out.popleft()
+        if back is not None:
+            back.left_back -= passed * rate_back
+            if back.left_back <= 1e-6 * back.nbytes:
+                back.back_done = until
+                self.back.popleft()
+        self.now = until
+        return True
+
+
+def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link: Link, bounds: Bounds) -> Forecast:
+    """The step in which the parcels that go are offloaded.
+
+    Args:
+        work: forwards and backwards in the order of the compute stream.
+        parcels: the slots of each forward, in the order in which they are saved.
+        link: the link's rates. bounds: bytes in flight.
+    """
+    links = _Links(link)
+    time = waiting = 0.0
+    trips: dict[Key, list[_Trip]] = {}
+    resident = peak = host = host_peak = 0
+    in_flight: collections.deque[_Trip] = collections.deque()
+    backwards = [item.key for item in work if item.backward]
+    done_backwards = 0
+    for item in work:
+        slots = parcels.get(item.key, ())
+        kept = sum(slot.nbytes for slot in slots if not slot.goes)
+        if not item.backward:
+            time += item.ms
+            links.advance(time)
+            trips[item.key] = [_Trip(slot.nbytes, time) for slot in slots if slot.goes and slot.nbytes]
+            links.out.extend(trips[item.key])
+            in_flight.extend(trips[item.key])
+            host += sum(trip.nbytes for trip in trips[item.key])
+            host_peak = max(host_peak, host)
+            resident += kept
+            in_flight = collections.deque(trip for trip in in_flight if trip.out_done > time)
+            peak = max(peak, resident + sum(trip.nbytes for trip in in_flight))
+            while len(in_flight) > 1 and sum(trip.nbytes for trip in in_flight) > bounds.out:
+                until = max(time, links.finish(in_flight.popleft(), back=False))
+                waiting, time = waiting + until - time, until
+            links.advance(time)
+            continue
+        done_backwards += 1
+        mine = trips.get(item.key, [])
+        _queue(links, [mine], time, math.inf, bounds.recall)
+        following = [trips[key] for key in backwards[done_backwards:] if key in trips]
+        _queue(links, following, time, bounds.back, bounds.recall)
+        until = max([time, *(links.finish(trip, back=True) for trip in mine)])
+        waiting, time = waiting + until - time, until
+        back = sum(trip.nbytes for each in (mine, *following) for trip in each if trip.queued)
+        peak = max(peak, resident + back + sum(trip.nbytes for trip in in_flight if trip.out_done > time))
+        time += item.ms
+        links.advance(time)
+        resident -= kept
+        host -= sum(trip.nbytes for trip in mine)
+        trips.pop(item.key, None)
+    return Forecast(time, waiting, peak, host_peak)
+
+
+def _queue(links: _Links, groups: Sequence[Sequence[_Trip]], time: float, room: float, recall: bool) -> None:
+    """Ask for trips back, in the order of the groups, the last one of each first, while there is room."""
+    ahead = sum(trip.nbytes for group in groups for trip in group if trip.queued)
+    for group in groups:
+        for trip in reversed(group):
+            if trip.queued:
+                continue
+            if ahead and ahead + trip.nbytes > room:
+                return
+            trip.queued = True
+            ahead += trip.nbytes
+            if recall and trip.out_done > time:
+                trip.back_done = time
+            else:
+                links.back.append(trip)

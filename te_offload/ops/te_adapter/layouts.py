@@ -1,0 +1,314 @@
+"""The order in which the ops of Transformer Engine save tensors.
+
+In: ops of Transformer Engine and their contexts after a forward. Out: `SavedSlot` values. Keeps true: a release without a
+row in `RELEASES`, or a saved layout that does not look as its row says, raises before anything is offloaded; positions are
+counted from the end of the saved tuple and every entry's kind is checked on each forward. Does not: move bytes.
+
+Note [Saved layouts], read from Transformer Engine 2.20.2 (`ops/basic/grouped_linear.py`, `ops/basic/activation.py`,
+`ops/basic/swiglu.py`, `ops/fused/grouped_mlp.py`), with N = num_groups:
+
+    unfused split    5 metadata, [router scales], N inputs, N weights
+    unfused grouped  5 metadata, [router scales], 1 input, weights (N, or 1 if single_grouped_weight)
+    scaled activ.    1 input, router scales
+    Blackwell fused  7 metadata, fc1 input, fc1 weights, activation input, router scales, fc2 input, fc2 weights
+                     (all on the context of FC1; the fc2 input is None where the backward recomputes it)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformer_engine.pytorch.ops.op import OperationContext
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_saved
+from transformer_engine.pytorch.tensor import GroupedTensorStorage
+
+from te_offload.errors import SavedTensorModifiedError, UnknownLayoutError, UnsupportedReleaseError
+from te_offload.slots import SavedSlot, SaveState, SlotName
+
+# Releases ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Release:
+    """How one series of Transformer Engine releases lays out saved tensors; see Note [Saved layouts].
+
+    Attributes:
+        series: major and minor number, as in ``(2, 20)``.
+        unfused_metadata: entries before the first tensor of an unfused GroupedLinear.
+        fused_metadata: entries before the first tensor of the Blackwell fused grouped MLP.
+    """
+
+    series: tuple[int, int]
+    unfused_metadata: int
+    fused_metadata: int
+
+
+RELEASES: tuple[Release, ...] = (Release(series=(2, 20), unfused_metadata=5, fused_metadata=7),)
+
+
+@functools.cache
+def installed_version() -> str:
+    """Version of the installed Transformer Engine, such as ``"2.20.2"``."""
+    return importlib.metadata.version("transformer-engine")
+
+
+def require_supported_release(version: str | None = None) -> Release:
+    """The row of `RELEASES` for a version (default: the installed one).
+
+    Raises:
+        UnsupportedReleaseError: no row covers it.
+    """
+    version = installed_version() if version is None else version
+    series = tuple(int(part) if part.isdigit() else -1 for part in version.split(".")[:2])
+    for release in RELEASES:
+        if release.series == series:
+            return release
+    known = ", ".join(f"{row.series[0]}.{row.series[1]}.x" for row in RELEASES)
+    raise UnsupportedReleaseError(
+        f"Transformer Engine {version} is not supported: the order in which its ops save tensors is known for {known} "
+        "alone. Install one of these, or add a row to RELEASES in te_offload/ops/te_adapter.py and its layout tests."
+    )
+
+
+# Saved layouts -------------------------------------------------------------------------------------------------------
+
+Saved = Any  # torch.Tensor | QuantizedTensorStorage | GroupedTensorStorage | None: what a context's to_save may hold
+_STORAGES = (QuantizedTensorStorage, GroupedTensorStorage)
+_METADATA_DTYPES = (torch.int32, torch.int64)
+
+
+def buffers_of(*entries: Saved) -> tuple[torch.Tensor, ...]:
+    """The plain tensors of saved entries in the order in which they reach the hooks; quantized storages taken apart."""
+    buffers, shells = prepare_for_saving(*entries)
+    restore_from_saved(shells, buffers)  # prepare_for_saving empties a storage; this fills it again
+    return tuple(buffer for buffer in buffers if buffer is not None)
+
+
+def _layout_error(op: torch.nn.Module, path: str, saved: Sequence[Saved], expected: str) -> UnknownLayoutError:
+    found = ", ".join(_describe(entry) for entry in saved[:16]) + (", ..." if len(saved) > 16 else "")
+    return UnknownLayoutError(
+        f"{type(op).__name__} of Transformer Engine {installed_version()} saved {len(saved)} tensors on its {path} path "
+        f"in a layout that te_offload does not know. Expected {expected}; found [{found}]. Nothing was offloaded. "
+        "Use a release listed in te_offload.ops.te_adapter.RELEASES."
+    )
+
+
+def _describe(entry: Saved) -> str:
+    if isinstance(entry, torch.Tensor):
+        return f"{type(entry).__name__}{tuple(entry.shape)} {str(entry.dtype).removeprefix('torch.')}"
+    return "None" if entry is None else type(entry).__name__
+
+
+def _is_metadata(entry: Saved) -> bool:
+    return entry is None or (isinstance(entry, torch.Tensor) and not entry.is_floating_point())
+
+
+def _is_values(entry: Saved, *, none: bool) -> bool:
+    """A high-precision tensor or a quantized storage; or None, where ``none`` allows it."""
+    if entry is None:
+        return none
+    if isinstance(entry, _STORAGES):
+        return True
+    return isinstance(entry, torch.Tensor) and entry.is_floating_point()
+
+
+def _is_scales(entry: Saved) -> bool:
+    return entry is None or (isinstance(entry, torch.Tensor) and entry.is_floating_point())
+
+
+def _num_weights(linear: Any) -> int:
+    return 1 if linear.single_grouped_weight else int(linear.num_groups)
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """Weights that are kept on a context instead of among its saved tensors: their places, and in-place versions."""
+
+    places: range
+    entries: tuple[Saved, ...]
+    versions: tuple[int, ...]
+
+
+def _carry(ctx: OperationContext, places: range) -> int:
+    """Take weights and their copies out of what an op saved, and keep them on its context, so that they pass no hook;
+    `bring_weights` puts them back.
+
+    Returns:
+        bytes of copies that were taken out, parameters not counted. The weights of one op have one shape: the first
+        one's bytes times their number.
+    """
+    saved = list(ctx.to_save)
+    entries = tuple(saved[places.start : places.stop])
+    copies = [entry for entry in entries if entry is not None and not isinstance(entry, torch.Tensor)]
+    nbytes = len(copies) * sum(buffer.nbytes for buffer in buffers_of(copies[0])) if copies else 0
+    if not copies:
+        first = next((entry for entry in entries if entry is not None), None)
+        if isinstance(first, torch.Tensor) and not isinstance(first, torch.nn.Parameter):
+            nbytes = first.nbytes * len(entries)
+    saved[places.start : places.stop] = [None] * len(places)
+    ctx.to_save = tuple(saved)
+    versions = tuple(map(_version_of, entries))
+    ctx.__dict__.setdefault("te_offload_carried", []).append(_Carried(places, entries, versions))
+    return nbytes
+
+
+def _version_of(entry: Saved) -> int:
+    """What autograd would compare: a tensor's in-place version; -1 for what has none."""
+    return entry._version if isinstance(entry, torch.Tensor) and not entry.is_inference() else -1
+
+
+def bring_weights(op: torch.nn.Module, ctx: OperationContext) -> None:
+    """Put back what `read_grouped_linear` or `read_fused` took out of the saved tensors, if it did.
+
+    Raises:
+        SavedTensorModifiedError: a weight was written to since the forward.
+    """
+    groups = ctx.__dict__.pop("te_offload_carried", None)
+    if groups is None:
+        return
+    saved = list(ctx.saved_tensors)
+    for carried in groups:
+        if tuple(map(_version_of, carried.entries)) != carried.versions:
+            raise SavedTensorModifiedError(
+                f"{type(op).__name__}: a weight was written to in place between the forward and its backward, so the "
+                "gradient of the input would be wrong. Call optimizer.step() after the backward."
+            )
+        saved[carried.places.start : carried.places.stop] = carried.entries
+    ctx.saved_tensors = saved
+
+
+def _slot(
+    name: SlotName | None, entries: Sequence[Saved], exempt: Sequence[Saved], *, absent: SaveState, carried: int = 0
+) -> SavedSlot:
+    parts = buffers_of(*entries)
+    metadata = tuple(
+        part for part in parts if part.dtype in _METADATA_DTYPES
+    )  # first_dims, offsets of grouped storages
+    buffers = tuple(part for part in parts if part.dtype not in _METADATA_DTYPES)
+    state = SaveState.SAVED if any(entry is not None for entry in entries) else absent
+    return SavedSlot(name, state, buffers, (*buffers_of(*exempt), *metadata), carried)
+
+
+def read_grouped_linear(op: Any, ctx: OperationContext, *, carry: bool = False) -> SavedSlot | None:
+    """The slot of an unfused GroupedLinear after its forward, or ``None`` if no backward needs anything.
+
+    Args:
+        op, ctx: the op and its context.
+        carry: keep weights and their copies on the context, past the saved-tensor hooks, until `bring_weights`.
+
+    Raises:
+        UnknownLayoutError: the saved tuple is not the one of Note [Saved layouts].
+    """
+    saved = ctx.to_save
+    if saved is None:
+        return None
+    release = require_supported_release()
+    grouped = bool(getattr(ctx, "use_grouped_tensor_path", False))
+    path = "unfused grouped" if grouped else "unfused split"
+    inputs, weights = (1, _num_weights(op)) if grouped else (op.num_groups, op.num_groups)
+    scales = 1 if op._scale_bias else 0
+    expected = (
+        f"{release.unfused_metadata} of metadata, {scales} of router scales, {inputs} of input, {weights} of weights"
+    )
+    end_of_input = len(saved) - weights
+    end_of_scales = end_of_input - inputs
+    end_of_metadata = end_of_scales - scales
+    kinds_ok = (
+        end_of_metadata == release.unfused_metadata
+        and all(_is_metadata(entry) for entry in saved[:end_of_metadata])
+        and all(_is_scales(entry) for entry in saved[end_of_metadata:end_of_scales])
+        and all(_is_values(entry, none=True) for entry in saved[end_of_scales:])
+    )
+    if not kinds_ok:
+        raise _layout_error(op, path, saved, expected)
+    carried = _carry(ctx, range(end_of_input, len(saved))) if carry else 0
+    saved = ctx.to_save
+    exempt = [*saved[:end_of_scales], *saved[end_of_input:]]
+    return _slot(None, saved[end_of_scales:end_of_input], exempt, absent=SaveState.NOT_SAVED, carried=carried)
+
+
+def read_activation(op: Any, ctx: OperationContext) -> SavedSlot | None:
+    """The slot of an unfused scaled activation after its forward, or ``None`` if no backward needs anything.
+
+    Raises:
+        UnknownLayoutError: the saved tuple is not the one of Note [Saved layouts].
+    """
+    saved = ctx.to_save
+    if saved is None:
+        return None
+    require_supported_release()
+    if len(saved) != 2 or not _is_values(saved[0], none=False) or not _is_scales(saved[1]):
+        raise _layout_error(op, "unfused", saved, "1 input, 1 of router scales")
+    return _slot(SlotName.ACT_INPUT, saved[:1], saved[1:], absent=SaveState.NOT_SAVED)
+
+
+def read_fused(
+    basic_ops: Sequence[Any], ctxs: Sequence[OperationContext], *, carry: bool = False
+) -> tuple[SavedSlot, SavedSlot, SavedSlot] | None:
+    """The slots of FC1, activation and FC2 after a forward of the Blackwell fused op, or ``None`` if nothing was saved.
+
+    Args:
+        basic_ops, ctxs: the three ops and their contexts.
+        carry: as in `read_grouped_linear`; on the context of FC1.
+
+    Raises:
+        UnknownLayoutError: the saved tuple is not the one of Note [Saved layouts].
+    """
+    fc1, _, fc2 = basic_ops
+    saved = ctxs[0].to_save
+    if saved is None:
+        return None
+    release = require_supported_release()
+    weights1, weights2 = _num_weights(fc1), _num_weights(fc2)
+    expected = (
+        f"{release.fused_metadata} of metadata, fc1 input, {weights1} of fc1 weights, activation input, router scales, "
+        f"fc2 input or None, {weights2} of fc2 weights; nothing on the contexts of the other two ops"
+    )
+    at_fc2_input = len(saved) - weights2 - 1
+    at_scales = at_fc2_input - 1
+    at_act_input = at_scales - 1
+    at_weights1 = at_act_input - weights1
+    at_fc1_input = at_weights1 - 1
+    kinds_ok = (
+        at_fc1_input == release.fused_metadata
+        and all(ctx.to_save is None for ctx in ctxs[1:])
+        and all(_is_metadata(entry) for entry in saved[:at_fc1_input])
+        and _is_values(saved[at_fc1_input], none=True)
+        and all(_is_values(entry, none=True) for entry in saved[at_weights1:at_act_input])
+        and isinstance(saved[at_act_input], torch.Tensor)
+        and saved[at_act_input].is_floating_point()
+        and _is_scales(saved[at_scales])
+        and _is_values(saved[at_fc2_input], none=True)
+        and all(_is_values(entry, none=True) for entry in saved[at_fc2_input + 1 :])
+    )
+    if not kinds_ok:
+        raise _layout_error(fc1, "Blackwell fused", saved, expected)
+    rebuilt = bool(getattr(ctxs[2], "recompute_input_from_dsrelu", False))
+    metadata = saved[:at_fc1_input]
+    carried1 = _carry(ctxs[0], range(at_weights1, at_act_input)) if carry else 0
+    carried2 = _carry(ctxs[0], range(at_fc2_input + 1, len(saved))) if carry else 0
+    saved = ctxs[0].to_save
+    return (
+        _slot(
+            SlotName.FC1_INPUT,
+            saved[at_fc1_input:at_weights1],
+            [*metadata, *saved[at_weights1:at_act_input]],
+            absent=SaveState.NOT_SAVED,
+            carried=carried1,
+        ),
+        _slot(
+            SlotName.ACT_INPUT, saved[at_act_input:at_scales], saved[at_scales:at_fc2_input], absent=SaveState.NOT_SAVED
+        ),
+        _slot(
+            SlotName.FC2_INPUT,
+            saved[at_fc2_input : at_fc2_input + 1],
+            saved[at_fc2_input + 1 :],
+            absent=SaveState.RECOMPUTED if rebuilt else SaveState.NOT_SAVED,
+            carried=carried2,
+        ),
+    )
