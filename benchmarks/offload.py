@@ -120,8 +120,8 @@ def table(result: dict[str, Any]) -> str:
         f"{result['shape']}. Link, GB/s: {rates}. One layer alone: forward {result['layer_ms'][0]:.2f} ms, backward "
         f"{result['layer_ms'][1]:.2f} ms.",
         "",
-        "| way | ms, median (min, max) | / floor | peak MiB (terms) | MiB out | copies | GB/s out, back | exposed + throttled ms |"
-        " bits |",
+        "| way | ms, median (min, max) | / floor | peak MiB (terms) | MiB out | copies | GB/s out, back | "
+        "exposed + throttled ms | bits |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:

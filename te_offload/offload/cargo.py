@@ -105,6 +105,11 @@ class Cargo:
         self._assign_lots()
 
     def _assign_lots(self) -> None:
+        if len(self.runs) == 1:
+            lot, lead = Lot(), self.runs[0].address % ALIGNMENT
+            lot.nbytes = lead + self.copied
+            self.lots, self.places = [lot], [(lot, lead)]
+            return
         shared: Lot | None = None
         for run in self.runs:
             if run.nbytes >= OWN_LOT:
@@ -113,7 +118,7 @@ class Cargo:
                 lot = shared = shared or Lot()
             if lot.nbytes == 0:
                 self.lots.append(lot)
-            begin = -(-lot.nbytes // ALIGNMENT) * ALIGNMENT + run.lead
+            begin = -(-lot.nbytes // ALIGNMENT) * ALIGNMENT + run.address % ALIGNMENT
             lot.nbytes = begin + run.nbytes
             self.places.append((lot, begin))
 
@@ -123,7 +128,10 @@ class Cargo:
         Raises:
             StateError: there is no such edge.
         """
-        self.state = change(f"{self.name}, {self.nbytes} bytes,", self.state, to)
+        self.state = change(self, self.state, to)
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.nbytes} bytes,"
 
     def pieces_out(self) -> list[Piece]:
         """What is copied to the host: the runs, cut where the lease is."""
@@ -143,6 +151,8 @@ class Cargo:
 def cut(ranges: list[tuple[int, int]], others: tuple[tuple[int, int], ...]) -> list[Piece]:
     """Ranges (address, bytes) laid one behind the other into other ranges, as pieces that cross no border of either."""
     if len(others) == 1:
+        if len(ranges) == 1:
+            return [(ranges[0][0], others[0][0], ranges[0][1])]
         address, pieces = others[0][0], []
         for begin, nbytes in ranges:
             pieces.append((begin, address, nbytes))

@@ -8,7 +8,7 @@ stays. Does not: copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -46,12 +46,13 @@ class Load:
 
     Attributes:
         entry: the slot. handles: its live handles, all of dense tensors if it may go. spans: of their tensors.
-        storages: identities of their storages.
+        runs: of the spans. storages: identities of their storages.
     """
 
     entry: SlotEntry
     handles: list[Saved]
     spans: list[Span] = field(default_factory=list)
+    runs: Runs | None = None
     storages: frozenset[int] = frozenset()
 
     @property
@@ -72,7 +73,7 @@ class Shipment:
 
 def decide(
     entries: Iterable[SlotEntry],
-    module: torch.nn.Module | None,
+    owned_by_layer: Callable[[], frozenset[int]],
     exempt: Iterable[torch.Tensor],
     rules: Rules,
     device: torch.device,
@@ -82,13 +83,13 @@ def decide(
 
     Args:
         entries: the slots of a forward, in the order in which they were saved.
-        module: the layer, whose parameters' memory stays.
+        owned_by_layer: gives the storages of the layer's parameters, which stay; called where a tensor may be one.
         exempt: tensors that stay in any case.
         rules, device, pool: of the session.
     """
     loads = [_load(entry, rules, device) for entry in entries]
     unnamed = any(load.goes and not load.entry.once for load in loads)
-    owned = _storages_of(module) if unnamed and module is not None else frozenset()
+    owned = owned_by_layer() if unnamed else frozenset()
     staying = {storage_key(tensor) for tensor in exempt if is_plain(tensor)}
     while True:
         _keep_shared_memory(loads, owned, staying)
@@ -110,11 +111,9 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
     plain = all(is_plain(tensor) for tensor in tensors)
     if plain:
         load.spans = [Span.of(tensor) for tensor in tensors]
-        load.storages = frozenset(span.storage for span in load.spans)
-        if len(tensors) == 1:
-            entry.nbytes = load.spans[0].end - load.spans[0].begin
-        else:
-            entry.nbytes = find_runs(load.spans, across_storages=False).covered
+        load.storages = frozenset([span.storage for span in load.spans])
+        load.runs = find_runs(load.spans, across_storages=device.type == "cuda")
+        entry.nbytes = load.runs.covered
     else:
         entry.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         load.storages = frozenset(storage_key(tensor) for tensor in tensors if is_plain(tensor))
@@ -157,25 +156,24 @@ def _keep_shared_memory(loads: list[Load], owned: frozenset[int], staying: set[i
 
 
 def _shipments(loads: list[Load], device: torch.device) -> list[Shipment]:
-    owners: dict[int, int] = {}
+    owners: dict[int, Load] = {}
     shared = False
-    for number, load in enumerate(loads):
+    for load in loads:
         for storage in load.storages:
-            shared = owners.setdefault(storage, number) != number or shared
-    members = [list(zip(load.handles, load.spans, strict=True)) for load in loads]
-    if shared:
-        members = [
-            [pair for other in members for pair in other if owners[pair[1].storage] == number]
-            for number in range(len(loads))
-        ]
+            shared = owners.setdefault(storage, load) is not load or shared
     shipments = []
-    for load, pairs in zip(loads, members, strict=True):
+    for load in loads:
         load.entry.cargo, load.entry.bytes_out = None, 0
-        if pairs:
-            runs = find_runs([span for _, span in pairs], across_storages=device.type == "cuda")
+        handles, runs = load.handles, load.runs
+        if shared:
+            pairs = [pair for other in loads for pair in zip(other.handles, other.spans, strict=True)]
+            mine = [(handle, span) for handle, span in pairs if owners[span.storage] is load]
+            handles = [handle for handle, _ in mine]
+            runs = find_runs([span for _, span in mine], across_storages=device.type == "cuda")
+        if handles and runs is not None:
             cargo = Cargo(load.entry.name, runs.covered, runs.runs)
             load.entry.cargo, load.entry.bytes_out = cargo, cargo.copied
-            shipments.append(Shipment(cargo, load.entry, [handle for handle, _ in pairs], runs))
+            shipments.append(Shipment(cargo, load.entry, handles, runs))
     return shipments
 
 
@@ -192,7 +190,7 @@ def _lease(shipments: list[Shipment], pool: HostPool) -> SlotEntry | None:
     return None
 
 
-def _storages_of(module: torch.nn.Module) -> frozenset[int]:
+def storages_of(module: torch.nn.Module) -> frozenset[int]:
     """Keys of the storages of a module's dense parameters and buffers; of a sharded one, of its local shard."""
     owned = [getattr(tensor, "_local_tensor", tensor) for tensor in (*module.parameters(), *module.buffers())]
     return frozenset(

@@ -14,6 +14,7 @@ import torch
 
 from te_offload.offload import numa
 from te_offload.offload.decide import Rules
+from te_offload.offload.forecast import bounds_for
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.measure import FinishedStep, resolve
 from te_offload.offload.mover import Counts, Mover
@@ -27,7 +28,8 @@ from te_offload.slots import Reason
 HISTORY = 16  # steps whose records are kept
 GROWTH_STEPS = 3  # steps in which host memory may be taken from the system
 FIRST_BOUND = 256 << 20  # bytes in flight each way until something was measured
-MARGIN = 1.25  # of what was measured to be needed
+_ADAPT_FIRST = 4  # steps before which the bounds are looked at before each step, and
+_ADAPT_EVERY = 16  # from then on every so many steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Engine:
 
     Attributes:
         visits: the forwards of this step, or of the last one.
+        owned_storages: of the parameters of layers, as far as looked up in this step.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Engine:
         self.returns = Returns(self.mover, bound)
         self.verifier = Verifier(device) if verify else None
         self.visits: list[LayerVisit] = []
+        self.owned_storages: dict[str, frozenset[int]] = {}
         self.steps = 0
         self._adapts = max_in_flight is None
         self._reserve = host.reserve
@@ -83,6 +87,7 @@ class Engine:
         self.mover.counts = Counts()
         self.pool.peak_bytes = self.pool.live_bytes
         self.visits = []
+        self.owned_storages = {}
         self.returns.begin_step(self.visits)
         self._began = self.mover.transfer.mark()
 
@@ -148,22 +153,9 @@ class Engine:
         return None
 
     def _adapt(self) -> None:
-        """Set both bounds to what keeps the link busy: what it moves during the longest window, and one slot more."""
-        record = self.latest_record(wait=False)
-        if record is None or not record.bytes_out:
-            return
-        slots = [row.bytes_out for row in record.slots]
-        by_layer: collections.Counter[tuple[str, int]] = collections.Counter()
-        for row in record.slots:
-            by_layer[row.layer, row.forward] += row.bytes_out
-        windows = [window for window in record.windows if by_layer[window.layer, window.forward]]
-        last = max((window.read for window in record.windows if window.read is not None), default=None)
-        forward = max((window.forward_ms for window in windows), default=0.0)
-        backward = max(
-            (w.backward_ms for w in record.windows if w.backward_ms is not None and w.read != last), default=0.0
-        )
-        layer = max(by_layer.values())
-        out = min(int((record.out_gbs or 0.0) * forward * 1e6), layer) + max(slots)
-        back = min(int((record.back_gbs or 0.0) * backward * 1e6), layer) + max(slots)
-        self.mover.max_in_flight = int(MARGIN * out)
-        self.returns.max_ahead = int(MARGIN * back)
+        """Set both bounds to what the last step that the device has passed shows to be needed."""
+        if self.steps < _ADAPT_FIRST or self.steps % _ADAPT_EVERY == 0:
+            record = self.latest_record(wait=False)
+            bounds = bounds_for(record) if record is not None else None
+            if bounds is not None:
+                self.mover.max_in_flight, self.returns.max_ahead = int(bounds.out), int(bounds.back)

@@ -49,11 +49,6 @@ class Run(NamedTuple):
     address: int
     nbytes: int
 
-    @property
-    def lead(self) -> int:
-        """Bytes between the last multiple of 512 and the run."""
-        return self.address % ALIGNMENT
-
 
 class Runs(NamedTuple):
     """The runs of some tensors.
@@ -84,40 +79,35 @@ def find_runs(spans: Sequence[Span], *, across_storages: bool) -> Runs:
         across_storages: whether tensors of two storages may share a run where less than 512 bytes lie between them:
             they may on a GPU, whose allocator owns those bytes.
     """
+    if len(spans) == 1:
+        span = spans[0]
+        if span.begin == span.end:
+            return Runs((), (None,), 0)
+        start = max(span.begin - span.begin % ALIGNMENT, span.storage_begin)
+        return Runs((Run(start, span.end - start),), ((0, span.begin - start),), span.end - span.begin)
     runs: list[Run] = []
     places: list[tuple[int, int] | None] = [None] * len(spans)
     covered, begin, end, storage, read_to = 0, 0, -1, 0, -1
-    members: list[int] = []
-    for index in sorted(range(len(spans)), key=lambda index: spans[index].begin):
-        span = spans[index]
-        if span.begin == span.end:
+    for index in sorted(range(len(spans)), key=spans.__getitem__):
+        first, last, storage_begin, its_storage = spans[index]
+        if first == last:
             continue
-        start = max(span.begin - span.begin % ALIGNMENT, span.storage_begin)
+        start = max(first - first % ALIGNMENT, storage_begin)
         near = end >= 0 and start < end + ALIGNMENT
-        joins = near and (span.storage == storage or (across_storages and span.storage_begin % SEGMENT != 0))
-        if not joins:
-            _close(runs, places, spans, members, begin, end)
-            begin, end, members = start, span.end, []
-        members.append(index)
-        storage, end = span.storage, max(end, span.end)
-        covered += max(0, span.end - max(span.begin, read_to))
-        read_to = max(read_to, span.end)
-    _close(runs, places, spans, members, begin, end)
-    return Runs(tuple(runs), tuple(places), covered)
-
-
-def _close(
-    runs: list[Run],
-    places: list[tuple[int, int] | None],
-    spans: Sequence[Span],
-    members: list[int],
-    begin: int,
-    end: int,
-) -> None:
-    if members:
-        for index in members:
-            places[index] = (len(runs), spans[index].begin - begin)
+        if not (near and (its_storage == storage or (across_storages and storage_begin % SEGMENT != 0))):
+            if end >= 0:
+                runs.append(Run(begin, end - begin))
+            begin, end = start, last
+        places[index] = (len(runs), first - begin)
+        storage = its_storage
+        if last > end:
+            end = last
+        if last > read_to:
+            covered += last - max(first, read_to)
+            read_to = last
+    if end >= 0:
         runs.append(Run(begin, end - begin))
+    return Runs(tuple(runs), tuple(places), covered)
 
 
 def view_over(

@@ -13,7 +13,7 @@ import torch
 
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.mover import Counts
-from te_offload.offload.record import Outcome, SlotRecord, StepRecord, Window
+from te_offload.offload.record import Outcome, Residency, SlotRecord, StepRecord, Window
 from te_offload.offload.saved import SlotEntry
 from te_offload.offload.transfer import Mark, Transfer
 from te_offload.offload.visit import LayerVisit
@@ -64,7 +64,7 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         rank=_rank(),
         slots=rows,
         windows=_windows(step, transfer),
-        residency=tuple(counts.residency),
+        residency=tuple(Residency(*moment) for moment in counts.residency),
         bytes_out=counts.bytes_out,
         bytes_back=counts.bytes_back,
         copies_out=counts.copies_out,

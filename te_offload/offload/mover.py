@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from te_offload.offload.cargo import Cargo, Lot
+from te_offload.offload.cargo import Cargo
 from te_offload.offload.host_pool import HostPool
-from te_offload.offload.record import Residency
 from te_offload.offload.saved import Saved
 from te_offload.offload.states import SlotState
 from te_offload.offload.transfer import Mark, Transfer
@@ -32,7 +31,7 @@ class Counts:
         self.peak_in_flight = 0
         self.peak_ahead = 0
         self.resident = 0
-        self.residency: list[Residency] = [Residency("step begins", 0)]
+        self.residency: list[tuple[str, int]] = [("step begins", 0)]
         self.throttles: list[tuple[Mark, Mark]] = []  # where the compute stream was, and which copy it waited for
 
 
@@ -87,6 +86,14 @@ class Mover:
             self._leaving.popleft()
             self._let_go(cargo)
 
+    def settle_recalled(self) -> None:
+        """Let go of what was recalled and read by now; the compute stream waits for those copies out."""
+        for cargo in [cargo for cargo in self._leaving if cargo.state is SlotState.RELEASED]:
+            assert cargo.out is not None
+            self.transfer.block_compute(cargo.out.ended)
+            self._leaving.remove(cargo)
+            self._let_go(cargo)
+
     def drain(self) -> None:
         """Let go of all device memory that a copy out reads; the compute stream waits for those copies."""
         while self._leaving:
@@ -105,6 +112,8 @@ class Mover:
                     cargo.modified = True
             cargo.move(SlotState.ON_HOST)
             self._uncount(cargo, "copied out")
+        elif cargo.state is SlotState.RELEASED:
+            self._uncount(cargo, "copied out for nobody")
 
     def start_back(self, cargo: Cargo, free: Mark) -> None:
         """Start to bring a cargo back, unless that was started, or there is nothing to bring. What has not left the
@@ -143,16 +152,6 @@ class Mover:
             self.transfer.block_compute(cargo.back.ended)
             cargo.move(SlotState.RETURNED)
 
-    def hand_over(self, cargo: Cargo, lot: Lot | None) -> None:
-        """A user has its tensor, for the first time. With a lot's last one only those tensors hold its memory."""
-        cargo.untaken -= 1
-        if lot is not None:
-            lot.untaken -= 1
-            if lot.untaken == 0:
-                lot.memory = None
-        if cargo.untaken == 0 and not cargo.recalled:
-            cargo.move(SlotState.ON_HOST)
-
     def release(self, cargo: Cargo) -> None:
         """Give back what a cargo holds on either side. Does nothing for a cargo that was released."""
         if cargo.state is SlotState.RELEASED:
@@ -169,7 +168,8 @@ class Mover:
         for lot in cargo.lots:
             lot.memory = None
         cargo.move(SlotState.RELEASED)
-        self._uncount(cargo, "released")
+        if cargo.sources is None:
+            self._uncount(cargo, "released")
 
     def _count(self, cargo: Cargo) -> None:
         if not cargo.counted:
@@ -184,4 +184,4 @@ class Mover:
 
     def note(self, label: str) -> None:
         """Write down how many bytes are on the device, and what has just happened."""
-        self.counts.residency.append(Residency(label, self.counts.resident))
+        self.counts.residency.append((label, self.counts.resident))

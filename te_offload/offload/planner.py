@@ -17,11 +17,12 @@ import torch
 from te_offload.errors import BudgetError, PlanError
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import GROWTH_STEPS, Engine
+from te_offload.offload.forecast import work_of
 from te_offload.offload.link import probe_link
 from te_offload.offload.plan import Plan, PlannedSlot
 from te_offload.offload.policy import Policy
 from te_offload.offload.record import SlotRecord, StepRecord
-from te_offload.offload.timeline import Bounds, Forecast, Key, Link, Parcel, Work, simulate
+from te_offload.offload.timeline import Bounds, Forecast, Key, Link, Parcel, simulate
 from te_offload.slots import Fate, Reason
 from te_offload.units import format_bytes
 
@@ -116,23 +117,6 @@ def bytes_by_slot(record: StepRecord) -> dict[tuple[str, int], int]:
 
 def _may_go(row: SlotRecord) -> bool:
     return row.fate in (Fate.OFFLOADED, Fate.KEPT) and row.reason in _MAY_GO and row.nbytes > 0
-
-
-def work_of(record: StepRecord) -> list[Work]:
-    """The work of a step in the order of the compute stream, waits for copies taken out."""
-    moments: list[tuple[float, Key, bool, float]] = []
-    for window in record.windows:
-        key = window.layer, window.forward
-        moments.append((window.begin_ms, key, False, window.throttled_ms))
-        if window.needed_ms is not None:
-            waited = sum(r.exposed_ms for r in record.slots if (r.layer, r.forward) == key)
-            moments.append((window.needed_ms, key, True, waited))
-    moments.sort(key=lambda moment: moment[0])
-    ends = [moment[0] for moment in moments[1:]] + [record.step_ms]
-    return [
-        Work(key, backward, max(0.0, end - begin - waited))
-        for (begin, key, backward, waited), end in zip(moments, ends, strict=True)
-    ]
 
 
 def merge_records(records: Sequence[StepRecord]) -> StepRecord:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from te_offload.offload.states import SlotState
 
 if TYPE_CHECKING:
-    from te_offload.offload.cargo import Cargo
     from te_offload.offload.mover import Mover
+    from te_offload.offload.transfer import Mark
     from te_offload.offload.visit import LayerVisit
 
 
@@ -33,12 +33,16 @@ class Returns:
         self.reads: list[LayerVisit] = []
         self._mover = mover
         self._visits: list[LayerVisit] = []
+        self._reached: LayerVisit | None = None  # up to here everything is back or on its way
+        self._ahead = 0  # bytes back of forwards that were not read yet
         self._next: dict[tuple[str, int], tuple[str, int]] = {}
 
     def begin_step(self, visits: list[LayerVisit]) -> None:
         """A step begins. ``visits``: its forwards, to which more will be added."""
         self._visits = visits
         self.reads = []
+        self._reached = None
+        self._ahead = 0
 
     def end_step(self) -> None:
         """The step is over: remember the order in which its forwards were read."""
@@ -49,37 +53,37 @@ class Returns:
     def read(self, visit: LayerVisit) -> None:
         """The backward reads the first tensor of a forward: bring all of it back, then what comes after it."""
         self.reads.append(visit)
+        self._mover.settle_recalled()
         free = self._mover.transfer.mark()
         visit.needed = free
+        self._ahead -= visit.ahead
+        visit.ahead = 0
         for cargo in reversed(visit.cargos):
             self._mover.start_back(cargo, free)
-        ahead = sum(
-            cargo.nbytes for other in self._visits if not other.read for cargo in other.cargos if _is_back(cargo)
-        )
-        following = self._following(visit)
-        seen = {visit.key}
-        while following is not None and following.key not in seen:
-            seen.add(following.key)
-            for cargo in reversed(following.cargos):
-                if cargo.state is not SlotState.ON_HOST and cargo.state is not SlotState.LEAVING:
-                    continue
-                if ahead and ahead + cargo.nbytes > self.max_ahead:
-                    following = None
-                    break
+        if self._reached is None or self._reached.read:
+            self._reached = visit
+        while (following := self._following(self._reached)) is not None:
+            if not self._bring(following, free):
+                break
+            self._reached = following
+        self._mover.counts.peak_ahead = max(self._mover.counts.peak_ahead, self._ahead)
+
+    def _bring(self, visit: LayerVisit, free: Mark) -> bool:
+        """Start what of a forward is not back, while there is room; whether there was."""
+        for cargo in reversed(visit.cargos):
+            if cargo.state is SlotState.ON_HOST or cargo.state is SlotState.LEAVING:
+                if self._ahead and self._ahead + cargo.nbytes > self.max_ahead:
+                    return False
                 self._mover.start_back(cargo, free)
-                ahead += cargo.nbytes
-            following = self._following(following) if following is not None else None
-        self._mover.counts.peak_ahead = max(self._mover.counts.peak_ahead, ahead)
+                if not cargo.recalled:
+                    visit.ahead += cargo.nbytes
+                    self._ahead += cargo.nbytes
+        return True
 
     def _following(self, visit: LayerVisit) -> LayerVisit | None:
         """The forward that the backward will read after this one, as far as one can tell."""
         key = self._next.get(visit.key)
         if key is not None:
             return next((other for other in self._visits if other.key == key and not other.read), None)
-        before = self._visits[: self._visits.index(visit)] if visit in self._visits else []
-        return next((other for other in reversed(before) if not other.read and other.cargos), None)
-
-
-def _is_back(cargo: Cargo) -> bool:
-    returned = cargo.state is SlotState.RETURNING or cargo.state is SlotState.RETURNED
-    return returned and not cargo.recalled
+        before = reversed(self._visits[: visit.number])
+        return next((other for other in before if not other.read and other.cargos), None)

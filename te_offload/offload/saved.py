@@ -137,38 +137,40 @@ class Saved:
                 f"{entry.name} was given to a backward before. te.ops cannot run a second backward over one forward: "
                 "Transformer Engine frees what it saved. Run the forward again instead of retain_graph=True."
             )
-        if not entry.visit.read:
-            entry.visit.first_read()
-        if cargo is not None and self.tensor is None:
+        visit = entry.visit
+        if not visit.read:
+            visit.first_read()
+        tensor = self.tensor
+        if tensor is None and cargo is not None and cargo.state is not SlotState.RETURNED:
             if cargo.state is SlotState.RELEASED:
                 raise StepEndedError(
                     f"{entry.name} was offloaded in a step that has ended, or its session was closed, so its bytes are "
                     "gone. Call backward inside the same `with session.step():` as the forward."
                 )
-            if cargo.state is not SlotState.RETURNED:
-                entry.visit.bring_back(cargo)
-        tensor = self.tensor
+            visit.bring_back(cargo)
         if tensor is not None:
             if version_of(tensor) != self.version:
                 self._fail_modified()
             if cargo is not None and cargo.state is SlotState.LEAVING:
-                entry.visit.recall(cargo)
+                visit.recall(cargo)
             if entry.once:
                 self.tensor = None
             return tensor
-        if cargo is not None and cargo.modified:
+        lot = self.lot
+        if lot is None or cargo is None:  # it had no elements
+            return torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=visit.device)
+        if cargo.modified:
             self._fail_modified()
-        tensor = self._restore()
-        if first and cargo is not None:
-            entry.visit.handed_over(cargo, self.lot)
+        assert lot.memory is not None
+        tensor = view_over(lot.memory, self._offset, self._dtype, self._size, self._stride)
+        if first:  # with a lot's last tensor only those that were given out hold its memory
+            lot.untaken -= 1
+            if lot.untaken == 0:
+                lot.memory = None
+            cargo.untaken -= 1
+            if cargo.untaken == 0:
+                cargo.move(SlotState.ON_HOST)
         return tensor
-
-    def _restore(self) -> torch.Tensor:
-        if self.lot is None:  # it had no elements
-            device = self.entry.visit.device
-            return torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=device)
-        assert self.lot.memory is not None
-        return view_over(self.lot.memory, self._offset, self._dtype, self._size, self._stride)
 
     def go_with(self, cargo: Cargo | None, place: tuple[int, int] | None) -> None:
         """From now on the bytes are also the cargo's, ``place`` of them in its runs (``None``: there are none)."""

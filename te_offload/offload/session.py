@@ -171,8 +171,7 @@ class OffloadSession:
             if self._state is SessionState.IN_STEP:  # else close() has ended it
                 self._end_step()
 
-    @contextlib.contextmanager
-    def region(self, name: str, *, no_offload_activation: bool = False) -> Iterator[None]:
+    def region(self, name: str, *, no_offload_activation: bool = False) -> contextlib.AbstractContextManager[None]:
         """Name what a layer saves inside, where no op of te_offload names it: attention, norms, projections.
 
         It is one slot, ``layer/name.region``, of the plan and the record. Outside of an attached layer's forward in a step
@@ -185,17 +184,9 @@ class OffloadSession:
         Raises:
             ArgumentError: no name, or one with ``/``, ``.`` or ``[``, which separate the parts of a slot's name.
         """
-        if not isinstance(name, str) or not name or set(name) & set("/.["):
+        if not isinstance(name, str) or not name or not set(name).isdisjoint("/.["):
             raise ArgumentError(f"A region needs a name without '/', '.' and '[', but got {name!r}.")
-        visit = self._open[-1][1] if self._open else None
-        region = Region(name, no_offload_activation)
-        if visit is not None:
-            visit.enter_region(region)
-        try:
-            yield
-        finally:
-            if visit is not None:
-                visit.leave_region(region)
+        return Region(self._open[-1][1] if self._open else None, name, no_offload_activation)
 
     # Results ---------------------------------------------------------------------------------------------------------
 

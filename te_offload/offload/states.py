@@ -47,15 +47,18 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     SessionState.CLOSED: frozenset(),
 }
 
+for _state, _ends in TRANSITIONS.items():  # `in` on a tuple compares identities first; an enum's hash costs more
+    _state.__dict__["following"] = tuple(_ends)
+
 AnyState = TypeVar("AnyState", SlotState, SessionState)
 
 
-def change(what: str, state: AnyState, to: AnyState) -> AnyState:
-    """``to``, if ``what`` may go there from ``state``.
+def change(what: object, state: AnyState, to: AnyState) -> AnyState:
+    """``to``, if ``what`` (its ``str`` is for the message) may go there from ``state``.
 
     Raises:
         StateError: `TRANSITIONS` has no such edge.
     """
-    if to not in TRANSITIONS[state]:
+    if to not in state.__dict__["following"]:
         raise StateError(f"{what} is {state.value} and cannot become {to.value}.")
     return to

@@ -7,6 +7,7 @@ when the forward ends, however it ends. Does not: choose what goes (decide.py), 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_offload.errors import ConflictError
-from te_offload.offload.cargo import Cargo, Hold, Lot
-from te_offload.offload.decide import Load, Shipment, decide
+from te_offload.offload.cargo import Cargo, Hold
+from te_offload.offload.decide import Load, Shipment, decide, storages_of
 from te_offload.offload.extents import storage_key
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out, is_plain
 from te_offload.ops import te_adapter
@@ -27,16 +28,29 @@ if TYPE_CHECKING:
     from te_offload.offload.transfer import Mark
 
 
-class Region:
+_PARAMETER = torch.nn.Parameter
+
+
+class Region(contextlib.AbstractContextManager[None]):
     """What a forward saves between the begin and the end of ``with session.region(...)``.
 
     Args:
+        visit: the forward; ``None``: there is none, and nothing happens.
         name: the region's. keep: whether it stays on the device.
     """
 
-    def __init__(self, name: str, keep: bool) -> None:
+    def __init__(self, visit: LayerVisit | None, name: str, keep: bool) -> None:
         self.name = name
         self.keep = keep
+        self._visit = visit
+
+    def __enter__(self) -> None:
+        if self._visit is not None:
+            self._visit.enter_region(self)
+
+    def __exit__(self, *_: object) -> None:
+        if self._visit is not None:
+            self._visit.leave_region(self)
 
 
 class LayerVisit:
@@ -47,7 +61,7 @@ class LayerVisit:
         engine: who offloads. stays: why nothing of this forward is taken (`Reason.NONE`: it is).
 
     Attributes:
-        key: layer and forward. cargos: what left the device, in order. read: whether the backward has read of it.
+        key: layer and forward. number: of this forward among those of the step. cargos: what left the device, in order. read: whether the backward has read of it.
         began, ended, needed: marks of the forward, and of the first read; none where it is left alone.
     """
 
@@ -61,6 +75,8 @@ class LayerVisit:
         self.kept: list[Cargo] = []
         self.exempt_bytes = 0
         self.read = False
+        self.number = len(engine.visits)
+        self.ahead = 0  # bytes that are back before the backward has come here
         self.began: Mark | None = None
         self.ended: Mark | None = None
         self.needed: Mark | None = None
@@ -146,8 +162,11 @@ class LayerVisit:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: a handle, or the tensor itself where it must not be touched."""
-        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
-            return tensor  # also a view of one: whoever shards parameters may free their memory while a copy reads it
+        kind, base = type(tensor), tensor._base
+        if kind is not torch.Tensor and isinstance(tensor, _PARAMETER):
+            return tensor
+        if base is not None and isinstance(base, _PARAMETER):
+            return tensor  # whoever shards parameters may free their memory while a copy reads it
         entry = None
         known = self._named.get(id(tensor))
         if known is not None and known[0]() is tensor and known[2]:
@@ -157,7 +176,7 @@ class LayerVisit:
             entry = known[2].pop(0)
             if entry is not None and known[1] >= 0 and tensor._version != known[1]:
                 entry.ready = None  # written to after the op had saved it: there when the forward ends
-        apart = te_adapter.take_apart(tensor) if type(tensor) is not torch.Tensor else None
+        apart = te_adapter.take_apart(tensor) if kind is not torch.Tensor else None
         if apart is not None:
             if entry is not None or te_adapter.is_marked_not_offload(tensor):
                 for buffer in apart[1]:
@@ -170,10 +189,13 @@ class LayerVisit:
 
     def _entry_of_other(self, tensor: torch.Tensor, *, keep_marked: bool = False) -> SlotEntry:
         """The entry of a tensor that no op of te_offload named: its region's, else one for each storage."""
-        key = storage_key(tensor) if is_plain(tensor) else id(tensor)
         marked = keep_marked or te_adapter.is_marked_not_offload(tensor)
         region = self._regions[-1] if self._regions and not marked else None
-        entry = self._by_region.get(region.name) if region is not None else self._by_storage.get(key)
+        if region is not None:
+            entry = self._by_region.get(region.name)
+        else:
+            key = storage_key(tensor) if is_plain(tensor) else id(tensor)
+            entry = self._by_storage.get(key)
         if entry is None:
             if region is not None:
                 entry = SlotEntry(self, region.name, SlotName.REGION, keep=region.keep, once=False)
@@ -207,7 +229,9 @@ class LayerVisit:
             self.ended = mover.transfer.mark()
             exempt = [known[0]() for known in self._named.values() if None in known[2]]
             live = [tensor for tensor in exempt if tensor is not None]
-            going, staying = decide(self.entries, self._module, live, self._engine.rules, self.device, mover.pool)
+            going, staying = decide(
+                self.entries, self._owned_storages, live, self._engine.rules, self.device, mover.pool
+            )
             for load in staying:
                 self._keep(load, mover)
             for shipment in going:
@@ -218,6 +242,15 @@ class LayerVisit:
         if self._stays is Reason.NONE:
             mover.settle()
         self.throttles = (before, len(mover.counts.throttles))
+
+    def _owned_storages(self) -> frozenset[int]:
+        """Those of the layer's parameters, looked up once a step."""
+        known = self._engine.owned_storages
+        if self._module is None:
+            return frozenset()
+        if self.layer not in known:
+            known[self.layer] = storages_of(self._module)
+        return known[self.layer]
 
     def _keep(self, load: Load, mover: Mover) -> None:
         cargo = Cargo(load.entry.name, load.entry.nbytes, ())
@@ -281,10 +314,6 @@ class LayerVisit:
     def recall(self, cargo: Cargo) -> None:
         """A tensor is read before its memory was given up."""
         self._engine.mover.recall(cargo)
-
-    def handed_over(self, cargo: Cargo, lot: Lot | None) -> None:
-        """A tensor of a cargo was given to the backward for the first time."""
-        self._engine.mover.hand_over(cargo, lot)
 
     def release(self) -> None:
         """The step ends: give back what is left on either side. What was kept belongs to its graph alone."""

@@ -80,6 +80,7 @@ def require_supported_release(version: str | None = None) -> Release:
 Saved = Any  # torch.Tensor | QuantizedTensorStorage | GroupedTensorStorage | None: what a context's to_save may hold
 _STORAGES = (QuantizedTensorStorage, GroupedTensorStorage)
 _METADATA_DTYPES = (torch.int32, torch.int64)
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 def buffers_of(*entries: Saved) -> tuple[torch.Tensor, ...]:
@@ -117,6 +118,12 @@ def _is_values(entry: Saved, *, none: bool) -> bool:
     return isinstance(entry, torch.Tensor) and entry.is_floating_point()
 
 
+def _are_values(entries: Sequence[Saved]) -> bool:
+    """`_is_values` or None for hundreds of entries: each type once, by its first entry."""
+    firsts = dict(zip(map(type, reversed(entries)), reversed(entries), strict=True))
+    return all(_is_values(entry, none=True) for entry in firsts.values())
+
+
 def _is_scales(entry: Saved) -> bool:
     return entry is None or (isinstance(entry, torch.Tensor) and entry.is_floating_point())
 
@@ -127,11 +134,11 @@ def _num_weights(linear: Any) -> int:
 
 @dataclass(frozen=True)
 class _Carried:
-    """Weights that are kept on a context instead of among its saved tensors: their places, and in-place versions."""
+    """Weights kept on a context instead of among its saved tensors: their places, and in-place versions of tensors."""
 
     places: range
-    entries: tuple[Saved, ...]
-    versions: tuple[int, ...]
+    entries: Sequence[Saved]
+    versions: list[int] | None
 
 
 def _carry(ctx: OperationContext, places: range) -> int:
@@ -139,27 +146,27 @@ def _carry(ctx: OperationContext, places: range) -> int:
     `bring_weights` puts them back.
 
     Returns:
-        bytes of copies that were taken out, parameters not counted. The weights of one op have one shape: the first
-        one's bytes times their number.
+        bytes of copies that were taken out, parameters not counted. The weights of one op have one shape and one type:
+        the first one's bytes times their number.
     """
     saved = list(ctx.to_save)
-    entries = tuple(saved[places.start : places.stop])
-    copies = [entry for entry in entries if entry is not None and not isinstance(entry, torch.Tensor)]
-    nbytes = len(copies) * sum(buffer.nbytes for buffer in buffers_of(copies[0])) if copies else 0
-    if not copies:
-        first = next((entry for entry in entries if entry is not None), None)
-        if isinstance(first, torch.Tensor) and not isinstance(first, torch.nn.Parameter):
-            nbytes = first.nbytes * len(entries)
+    entries = saved[places.start : places.stop]
+    first = next((entry for entry in entries if entry is not None), None)
+    parameter = first is None or isinstance(first, torch.nn.Parameter)
+    nbytes = 0 if parameter else len(entries) * sum(buffer.nbytes for buffer in buffers_of(first))
     saved[places.start : places.stop] = [None] * len(places)
     ctx.to_save = tuple(saved)
-    versions = tuple(map(_version_of, entries))
-    ctx.__dict__.setdefault("te_offload_carried", []).append(_Carried(places, entries, versions))
+    carried = _Carried(places, entries, _versions_of(entries))
+    ctx.__dict__.setdefault("te_offload_carried", []).append(carried)
     return nbytes
 
 
-def _version_of(entry: Saved) -> int:
-    """What autograd would compare: a tensor's in-place version; -1 for what has none."""
-    return entry._version if isinstance(entry, torch.Tensor) and not entry.is_inference() else -1
+def _versions_of(entries: Sequence[Saved]) -> list[int] | None:
+    """What autograd would compare: the in-place versions of tensors; storages and inference tensors have none."""
+    try:
+        return [entry._version for entry in entries]
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def bring_weights(op: torch.nn.Module, ctx: OperationContext) -> None:
@@ -173,7 +180,7 @@ def bring_weights(op: torch.nn.Module, ctx: OperationContext) -> None:
         return
     saved = list(ctx.saved_tensors)
     for carried in groups:
-        if tuple(map(_version_of, carried.entries)) != carried.versions:
+        if carried.versions is not None and _versions_of(carried.entries) != carried.versions:
             raise SavedTensorModifiedError(
                 f"{type(op).__name__}: a weight was written to in place between the forward and its backward, so the "
                 "gradient of the input would be wrong. Call optimizer.step() after the backward."
@@ -185,13 +192,18 @@ def bring_weights(op: torch.nn.Module, ctx: OperationContext) -> None:
 def _slot(
     name: SlotName | None, entries: Sequence[Saved], exempt: Sequence[Saved], *, absent: SaveState, carried: int = 0
 ) -> SavedSlot:
-    parts = buffers_of(*entries)
-    metadata = tuple(
-        part for part in parts if part.dtype in _METADATA_DTYPES
-    )  # first_dims, offsets of grouped storages
-    buffers = tuple(part for part in parts if part.dtype not in _METADATA_DTYPES)
+    parts = _parts_of(entries)
+    metadata = [part for part in parts if part.dtype in _METADATA_DTYPES]  # first_dims, offsets of grouped storages
+    buffers = [part for part in parts if part.dtype not in _METADATA_DTYPES] if metadata else parts
     state = SaveState.SAVED if any(entry is not None for entry in entries) else absent
-    return SavedSlot(name, state, buffers, (*buffers_of(*exempt), *metadata), carried)
+    return SavedSlot(name, state, tuple(buffers), (*_parts_of(exempt), *metadata), carried)
+
+
+def _parts_of(entries: Sequence[Saved]) -> Sequence[torch.Tensor]:
+    """`buffers_of`, without its work where there is no storage to take apart."""
+    if set(map(type, entries)) <= _PLAIN_TYPES:
+        return [entry for entry in entries if entry is not None]
+    return buffers_of(*entries)
 
 
 def read_grouped_linear(op: Any, ctx: OperationContext, *, carry: bool = False) -> SavedSlot | None:
@@ -222,7 +234,7 @@ def read_grouped_linear(op: Any, ctx: OperationContext, *, carry: bool = False) 
         end_of_metadata == release.unfused_metadata
         and all(_is_metadata(entry) for entry in saved[:end_of_metadata])
         and all(_is_scales(entry) for entry in saved[end_of_metadata:end_of_scales])
-        and all(_is_values(entry, none=True) for entry in saved[end_of_scales:])
+        and _are_values(saved[end_of_scales:])
     )
     if not kinds_ok:
         raise _layout_error(op, path, saved, expected)
@@ -279,12 +291,12 @@ def read_fused(
         and all(ctx.to_save is None for ctx in ctxs[1:])
         and all(_is_metadata(entry) for entry in saved[:at_fc1_input])
         and _is_values(saved[at_fc1_input], none=True)
-        and all(_is_values(entry, none=True) for entry in saved[at_weights1:at_act_input])
+        and _are_values(saved[at_weights1:at_act_input])
         and isinstance(saved[at_act_input], torch.Tensor)
         and saved[at_act_input].is_floating_point()
         and _is_scales(saved[at_scales])
         and _is_values(saved[at_fc2_input], none=True)
-        and all(_is_values(entry, none=True) for entry in saved[at_fc2_input + 1 :])
+        and _are_values(saved[at_fc2_input + 1 :])
     )
     if not kinds_ok:
         raise _layout_error(fc1, "Blackwell fused", saved, expected)

@@ -1,0 +1,73 @@
+"""From the record of a step to a forecast of steps like it.
+
+In: a record. Out: its work and slots as `timeline` takes them, and the bytes in flight that keep the link busy. Keeps true:
+the same record gives the same answer. Does not: choose slots (planner.py does).
+"""
+
+from __future__ import annotations
+
+import collections
+
+from te_offload.offload.record import StepRecord
+from te_offload.offload.timeline import Bounds, Key, Link, Parcel, Work, simulate
+from te_offload.slots import Fate
+
+MARGIN = 1.25  # of what was measured to be needed
+_FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0)
+_ENOUGH = 1.005  # of the time with the largest factor
+
+
+def work_of(record: StepRecord) -> list[Work]:
+    """The work of a step in the order of the compute stream, waits for copies taken out."""
+    moments: list[tuple[float, Key, bool, float]] = []
+    exposed: collections.Counter[Key] = collections.Counter()
+    for row in record.slots:
+        exposed[row.layer, row.forward] += row.exposed_ms  # type: ignore[assignment]
+    for window in record.windows:
+        key = window.layer, window.forward
+        moments.append((window.begin_ms, key, False, window.throttled_ms))
+        if window.needed_ms is not None:
+            moments.append((window.needed_ms, key, True, exposed[key]))
+    moments.sort(key=lambda moment: moment[0])
+    ends = [moment[0] for moment in moments[1:]] + [record.step_ms]
+    return [
+        Work(key, backward, max(0.0, end - begin - waited))
+        for (begin, key, backward, waited), end in zip(moments, ends, strict=True)
+    ]
+
+
+def parcels_of(record: StepRecord) -> dict[Key, list[Parcel]]:
+    """The slots of each forward of a step, and which of them went."""
+    parcels: dict[Key, list[Parcel]] = {}
+    for row in record.slots:
+        goes = row.fate is Fate.OFFLOADED
+        parcels.setdefault((row.layer, row.forward), []).append(Parcel(row.bytes_out if goes else row.nbytes, goes))
+    return parcels
+
+
+def bounds_for(record: StepRecord) -> Bounds | None:
+    """The fewest bytes in flight each way with which steps like a recorded one take no longer than with many more.
+
+    At least what the link moves during the longest window of one layer, and one slot more; at most four times that.
+    ``None`` if nothing went.
+    """
+    parcels = parcels_of(record)
+    going = [parcel.nbytes for group in parcels.values() for parcel in group if parcel.goes]
+    if not going or not record.out_gbs:
+        return None
+    layers = {key: sum(parcel.nbytes for parcel in group if parcel.goes) for key, group in parcels.items()}
+    windows = [window for window in record.windows if layers.get((window.layer, window.forward))]
+    last = max((window.read for window in record.windows if window.read is not None), default=None)
+    forward = max((window.forward_ms for window in windows), default=0.0)
+    backward = max(
+        (window.backward_ms for window in record.windows if window.backward_ms is not None and window.read != last),
+        default=0.0,
+    )
+    out, back = record.out_gbs * 1e6, (record.back_gbs or record.out_gbs) * 1e6  # bytes a millisecond
+    layer = max(layers.values())
+    least_out = MARGIN * (min(out * forward, layer) + max(going))
+    least_back = MARGIN * (min(back * backward, layer) + max(going))
+    work, link = work_of(record), Link(out, back, out, back)
+    choices = [Bounds(factor * least_out, factor * least_back, recall=True) for factor in _FACTORS]
+    times = [simulate(work, parcels, link, choice).step_ms for choice in choices]
+    return next(choice for choice, time in zip(choices, times, strict=True) if time <= _ENOUGH * times[-1])
