@@ -17,6 +17,7 @@ from te_offload.offload import (
     SlotRecord,
     StepRecord,
     Window,
+    get_cpu_offload_context,
 )
 from te_offload.slots import Fate, Reason, SlotName
 
@@ -34,6 +35,7 @@ __all__ = [
     "Window",
     "errors",
     "fused",
+    "get_cpu_offload_context",
     "ops",
 ]
 

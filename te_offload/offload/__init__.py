@@ -4,6 +4,7 @@ In: layers whose ops name their slots. Out: `OffloadSession`, `Plan`, `StepRecor
 not: know what a GEMM is.
 """
 
+from te_offload.offload.dropin import get_cpu_offload_context
 from te_offload.offload.plan import Plan, PlannedSlot
 from te_offload.offload.record import Outcome, Residency, SlotRecord, StepRecord, Window
 from te_offload.offload.session import OffloadSession
@@ -17,4 +18,5 @@ __all__ = [
     "SlotRecord",
     "StepRecord",
     "Window",
+    "get_cpu_offload_context",
 ]

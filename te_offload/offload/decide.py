@@ -40,7 +40,7 @@ class Rules:
     plan: Plan | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Load:
     """One slot while it is decided on.
 
@@ -61,7 +61,7 @@ class Load:
         return self.entry.fate is Fate.OFFLOADED
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Shipment:
     """A cargo, and the handles whose bytes it has."""
 
@@ -127,6 +127,8 @@ def _reason_to_stay(
 ) -> Reason:
     if not rules.enabled:
         return Reason.DISABLED
+    if entry.visit.keep is not Reason.NONE:
+        return entry.visit.keep
     if entry.keep:
         return Reason.ASKED
     if entry.reason is Reason.MARKED or any(te_adapter.is_marked_not_offload(tensor) for tensor in tensors):

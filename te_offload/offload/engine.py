@@ -25,7 +25,7 @@ from te_offload.offload.verify import Verifier
 from te_offload.offload.visit import LayerVisit
 from te_offload.slots import Reason
 
-HISTORY = 16  # steps whose records are kept
+HISTORY = 4  # steps whose records are kept; their events serve the steps after them
 GROWTH_STEPS = 3  # steps in which host memory may be taken from the system
 FIRST_BOUND = 256 << 20  # bytes in flight each way until something was measured
 _ADAPT_FIRST = 4  # steps before which the bounds are looked at before each step, and
@@ -50,6 +50,8 @@ class Engine:
     Args:
         device: where they run. rules: what goes. host: host memory.
         max_in_flight: most bytes in flight each way; ``None``: what was measured to be needed.
+        growth_steps: steps in which host memory may be taken from the system; ``None``: all.
+        stream: who copies both ways; ``None``: a stream of its own for each way.
         verify: whether every restored slot is compared with what was saved.
 
     Attributes:
@@ -58,11 +60,19 @@ class Engine:
     """
 
     def __init__(
-        self, device: torch.device, rules: Rules, host: HostSettings, max_in_flight: int | None, *, verify: bool = False
+        self,
+        device: torch.device,
+        rules: Rules,
+        host: HostSettings,
+        max_in_flight: int | None,
+        *,
+        verify: bool = False,
+        growth_steps: int | None = GROWTH_STEPS,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.device = device
         self.rules = rules
-        transfer = make_transfer(device)
+        transfer = make_transfer(device, stream)
         self.pool = HostPool(host.limit, pinned=device.type == "cuda", node=numa.node_of_gpu(device))
         bound = FIRST_BOUND if max_in_flight is None else max_in_flight
         self.mover = Mover(device, self.pool, transfer, bound)
@@ -73,6 +83,7 @@ class Engine:
         self.steps = 0
         self._adapts = max_in_flight is None
         self._reserve = host.reserve
+        self._growth_steps = growth_steps
         self._finished: collections.deque[FinishedStep | StepRecord] = collections.deque(maxlen=HISTORY)
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -125,7 +136,7 @@ class Engine:
             )
         )
         self.steps += 1
-        if self.steps >= GROWTH_STEPS:
+        if self._growth_steps is not None and self.steps >= self._growth_steps:
             self.pool.may_grow = False
 
     def close(self) -> None:

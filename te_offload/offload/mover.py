@@ -89,6 +89,11 @@ class Mover:
     def settle_recalled(self) -> None:
         """Let go of what was recalled and read by now; the compute stream waits for those copies out."""
         for cargo in [cargo for cargo in self._leaving if cargo.state is SlotState.RELEASED]:
+            self.let_go(cargo)
+
+    def let_go(self, cargo: Cargo) -> None:
+        """Let go of one cargo's device memory, after its copy out."""
+        if cargo in self._leaving:
             assert cargo.out is not None
             self.transfer.block_compute(cargo.out.ended)
             self._leaving.remove(cargo)
@@ -97,10 +102,7 @@ class Mover:
     def drain(self) -> None:
         """Let go of all device memory that a copy out reads; the compute stream waits for those copies."""
         while self._leaving:
-            cargo = self._leaving.popleft()
-            assert cargo.out is not None
-            self.transfer.block_compute(cargo.out.ended)
-            self._let_go(cargo)
+            self.let_go(self._leaving[0])
 
     def _let_go(self, cargo: Cargo) -> None:
         self.in_flight -= cargo.copied

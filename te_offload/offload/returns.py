@@ -26,10 +26,14 @@ class Returns:
 
     Args:
         mover: who copies. max_ahead: bytes that may be back before the backward reaches their forward.
+
+    Attributes:
+        looks_ahead: whether anything comes back before the backward reads of its forward.
     """
 
     def __init__(self, mover: Mover, max_ahead: int) -> None:
         self.max_ahead = max_ahead
+        self.looks_ahead = True
         self.reads: list[LayerVisit] = []
         self._mover = mover
         self._visits: list[LayerVisit] = []
@@ -62,7 +66,7 @@ class Returns:
             self._mover.start_back(cargo, free)
         if self._reached is None or self._reached.read:
             self._reached = visit
-        while (following := self._following(self._reached)) is not None:
+        while self.looks_ahead and (following := self._following(self._reached)) is not None:
             if not self._bring(following, free):
                 break
             self._reached = following

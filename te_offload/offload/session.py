@@ -192,7 +192,7 @@ class OffloadSession:
 
     @property
     def records(self) -> tuple[StepRecord, ...]:
-        """The records of the last steps, oldest first; at most the last 16. Waits for the device to pass their end."""
+        """The records of the last steps, oldest first; at most the last 4. Waits for the device to pass their end."""
         return self._engine.records() if self._engine is not None else ()
 
     @property

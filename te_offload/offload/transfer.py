@@ -13,7 +13,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -32,11 +32,16 @@ class Mark(Protocol):
         """Block the host until it has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One copy: when it began and ended."""
+class Copy(NamedTuple):
+    """One copy.
 
-    began: Mark
+    Attributes:
+        after: marks of which it began at the last one: those that it was told to come after, and the end of the copy
+            before it on the same stream.
+        ended: its end.
+    """
+
+    after: tuple[Mark, ...]
     ended: Mark
 
 
@@ -57,6 +62,11 @@ class Transfer(Protocol):
 
     def milliseconds(self, first: Mark, second: Mark) -> float:
         """Time between two marks that have passed; negative if the second one passed first."""
+
+
+def copy_milliseconds(transfer: Transfer, copy: Copy) -> float:
+    """How long a copy that has ended took."""
+    return min(transfer.milliseconds(mark, copy.ended) for mark in copy.after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,7 @@ class CpuTransfer:
         began = self.mark()
         for source, target, nbytes in pieces:
             ctypes.memmove(target, source, nbytes)
-        return Copy(began, self.mark())
+        return Copy((began,), self.mark())
 
     copy_back = copy_out
 
@@ -123,15 +133,17 @@ class CudaTransfer:
     """Between a GPU and page-locked host memory, on one stream each way.
 
     Args:
-        device: the GPU.
+        device: the GPU. stream: for both ways instead.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._out = torch.cuda.Stream(self._index)
-        self._back = torch.cuda.Stream(self._index)
+        self._out = stream or torch.cuda.Stream(self._index)
+        self._back = stream or torch.cuda.Stream(self._index)
         self._copier = Copier(self._index)
         self._events: list[torch.cuda.Event] = []
+        self._last_out: Copy | None = None
+        self._last_back: Copy | None = None
         self._compute_streams: dict[int, torch.cuda.Stream] = {}
 
     def mark(self) -> Mark:
@@ -140,11 +152,13 @@ class CudaTransfer:
 
     def copy_out(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
         """See `Transfer.copy_out`."""
-        return self._copy(self._out, pieces, after)
+        self._last_out = copy = self._copy(self._out, pieces, after, self._last_out)
+        return copy
 
     def copy_back(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
         """See `Transfer.copy_back`."""
-        return self._copy(self._back, pieces, after)
+        self._last_back = copy = self._copy(self._back, pieces, after, self._last_back)
+        return copy
 
     def block_compute(self, mark: Mark) -> None:
         """See `Transfer.block_compute`."""
@@ -156,13 +170,14 @@ class CudaTransfer:
         assert isinstance(first, _CudaMark) and isinstance(second, _CudaMark)
         return float(first.event.elapsed_time(second.event))
 
-    def _copy(self, stream: torch.cuda.Stream, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
+    def _copy(
+        self, stream: torch.cuda.Stream, pieces: Sequence[Piece], after: Sequence[Mark], before: Copy | None
+    ) -> Copy:
         for mark in after:
-            assert isinstance(mark, _CudaMark)
-            stream.wait_event(mark.event)
-        began = self._record(stream)
+            stream.wait_event(mark.event)  # type: ignore[attr-defined]
         self._copier.start(pieces, stream)
-        return Copy(began, self._record(stream))
+        marks = tuple(after) if before is None else (*after, before.ended)
+        return Copy(marks, self._record(stream))
 
     def _record(self, stream: torch.cuda.Stream) -> Mark:
         event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
@@ -178,6 +193,6 @@ class CudaTransfer:
         return stream
 
 
-def make_transfer(device: torch.device) -> Transfer:
-    """The transfer for a device: `CudaTransfer` or `CpuTransfer`."""
-    return CudaTransfer(device) if device.type == "cuda" else CpuTransfer()
+def make_transfer(device: torch.device, stream: torch.cuda.Stream | None = None) -> Transfer:
+    """The transfer for a device: `CudaTransfer` (on ``stream``, if given) or `CpuTransfer`."""
+    return CudaTransfer(device, stream) if device.type == "cuda" else CpuTransfer()

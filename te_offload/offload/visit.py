@@ -61,7 +61,9 @@ class LayerVisit:
         engine: who offloads. stays: why nothing of this forward is taken (`Reason.NONE`: it is).
 
     Attributes:
-        key: layer and forward. number: of this forward among those of the step. cargos: what left the device, in order. read: whether the backward has read of it.
+        key: layer and forward. number: of this forward among those of the step.
+        cargos: what left the device, in order. read: whether the backward has read of it.
+        keep: why all of this forward stays on the device, if it does; it is recorded all the same.
         began, ended, needed: marks of the forward, and of the first read; none where it is left alone.
     """
 
@@ -80,6 +82,8 @@ class LayerVisit:
         self.began: Mark | None = None
         self.ended: Mark | None = None
         self.needed: Mark | None = None
+        self.keep = Reason.NONE
+        self._loaded = False
         self.throttles = (0, 0)  # which of the step's waits for copies out were for this forward
         self._module = module
         self._engine = engine
@@ -219,14 +223,26 @@ class LayerVisit:
 
     def commit(self) -> None:
         """The forward is over: decide, and start the copies out."""
+        self.close()
+        self.load()
+
+    def close(self) -> None:
+        """The forward is over: stop taking what is saved."""
         self._close()
+        if self._stays is Reason.NONE:
+            self.ended = self._engine.mover.transfer.mark()
+
+    def load(self) -> None:
+        """Decide, and start the copies out. Does nothing the second time."""
+        if self._loaded:
+            return
+        self._loaded = True
         mover = self._engine.mover
         if self._stays is not Reason.NONE and not self.entries:  # no op of ours said what it saved: say that much
             entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False)
             entry.reason = self._stays
             self.entries.append(entry)
         if self._stays is Reason.NONE:
-            self.ended = mover.transfer.mark()
             exempt = [known[0]() for known in self._named.values() if None in known[2]]
             live = [tensor for tensor in exempt if tensor is not None]
             going, staying = decide(
@@ -310,6 +326,17 @@ class LayerVisit:
         self._engine.mover.bring_back(cargo)
         if self._engine.verifier is not None and not cargo.recalled:
             self._engine.verifier.check(cargo)
+
+    def let_go(self) -> None:
+        """Let go of this forward's device memory; the compute stream waits for its copies out."""
+        for cargo in self.cargos:
+            self._engine.mover.let_go(cargo)
+
+    def start_back(self) -> None:
+        """Start this forward's copies back."""
+        free = self._engine.mover.transfer.mark()
+        for cargo in reversed(self.cargos):
+            self._engine.mover.start_back(cargo, free)
 
     def recall(self, cargo: Cargo) -> None:
         """A tensor is read before its memory was given up."""

@@ -23,6 +23,7 @@ def test_public_names() -> None:
         "Window",
         "errors",
         "fused",
+        "get_cpu_offload_context",
         "ops",
     ]
     assert all(hasattr(te_offload, name) for name in te_offload.__all__)

@@ -13,6 +13,8 @@ from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
 
 from te_offload.slots import SavedSlot
 
+_V1_MARKS = ("activation_offloading", "needs_force_clear")
+
 
 def mark_exempt_and_kept(slot: SavedSlot, *, keep_input: bool) -> None:
     """Mark what must stay on the GPU in the way that Transformer Engine's v2 context and Megatron's manager read.
@@ -21,11 +23,17 @@ def mark_exempt_and_kept(slot: SavedSlot, *, keep_input: bool) -> None:
     marked one by one because a mark on a quantized wrapper, or on a base, does not reach its parts. The attribute is the
     one that `mark_not_offload` sets; it is set here directly because that function would take the same storages apart
     again.
+
+    The v1 context (``NVTE_CPU_OFFLOAD_V1=1``) does not read that mark. It takes what Transformer Engine's own op has marked
+    to go, and empties part of it in place, the caller's split sizes among them; from what must stay those marks go.
     """
-    for tensor in slot.exempt:
+    staying = (*slot.exempt, *slot.buffers) if keep_input else slot.exempt
+    for tensor in staying:
         tensor._TE_do_not_offload = True  # type: ignore[attr-defined]
-    for tensor in slot.buffers if keep_input else ():
-        tensor._TE_do_not_offload = True  # type: ignore[attr-defined]
+    if cpu_offload.NVTE_CPU_OFFLOAD_V1:
+        for tensor in staying:
+            for mark in _V1_MARKS:
+                tensor.__dict__.pop(mark, None)
 
 
 def is_marked_not_offload(tensor: torch.Tensor) -> bool:
