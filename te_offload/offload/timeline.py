@@ -108,25 +108,21 @@ class _Links:
         both = out is not None and back is not None
         rate_out = self.link.out_duplex if both else self.link.out
         rate_back = self.link.back_duplex if both else self.link.back
-        moments = [to]
-        if out is not None:
-            moments.append(self.now + out.left_out / rate_out)
-        elif self.out:
-            moments.append(self.out[0].ready)
-        if back is not None:
-            moments.append(self.now + back.left_back / rate_back)
-        until = min(moments)
+        out_end = math.inf if out is None else self.now + out.left_out / rate_out
+        back_end = math.inf if back is None else self.now + back.left_back / rate_back
+        next_ready = self.out[0].ready if self.out and out is None else math.inf
+        until = min(to, out_end, back_end, next_ready)
         if until == math.inf:
             return False
         passed = until - self.now
         if out is not None:
             out.left_out -= passed * rate_out
-            if out.left_out <= 1e-6 * out.nbytes:
+            if out_end <= until:
                 out.out_done = until
                 self.out.popleft()
         if back is not None:
             back.left_back -= passed * rate_back
-            if back.left_back <= 1e-6 * back.nbytes:
+            if back_end <= until:
                 back.back_done = until
                 self.back.popleft()
         self.now = until
@@ -175,7 +171,8 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
         until = max([time, *(links.finish(trip, back=True) for trip in mine)])
         waiting, time = waiting + until - time, until
         back = sum(trip.nbytes for each in (mine, *following) for trip in each if trip.queued)
-        peak = max(peak, resident + back + sum(trip.nbytes for trip in in_flight if trip.out_done > time))
+        leaving = sum(trip.nbytes for trip in in_flight if trip.out_done > time and not trip.queued)
+        peak = max(peak, resident + back + leaving)
         time += item.ms
         links.advance(time)
         resident -= kept

@@ -1,0 +1,322 @@
+"""Policies, budgets, plans and their files, on records made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_offload import Fate, Outcome, Plan, PlannedSlot, Reason, SlotName, SlotRecord, StepRecord, Window
+from te_offload.errors import ArgumentError, ArgumentTypeError, BudgetError, PlanError
+from te_offload.offload.forecast import bounds_for, work_of
+from te_offload.offload.planner import bytes_by_slot, check_host_limit, make_plan, merge_records
+from te_offload.offload.policy import Policy
+from te_offload.offload.timeline import Bounds, Link
+
+MIB = 2**20
+LINK = Link(*[10.0 * MIB] * 4)  # 10 MiB a millisecond
+SIZES = {SlotName.FC1_INPUT: 10 * MIB, SlotName.ACT_INPUT: 30 * MIB, SlotName.FC2_INPUT: 20 * MIB}
+BOUNDS = Bounds(out=30 * MIB, back=60 * MIB, recall=True)
+
+
+def policy(**arguments: Any) -> Policy:
+    values: dict[str, Any] = {
+        "name": "planned",
+        "budget_per_layer": None,
+        "fraction": None,
+        "pp_rank_delta": 0,
+        "pp_rank": 0,
+        "host_limit": None,
+        "replan_drift": 0.25,
+    }
+    return Policy.of(**(values | arguments))
+
+
+def record(layers: int = 4, forward: float = 10.0, backward: float = 20.0, **kept: Reason) -> StepRecord:
+    rows, windows = [], []
+    for number in range(layers):
+        for position, (slot, nbytes) in enumerate(SIZES.items()):
+            reason = kept.get(slot.value, Reason.NONE)
+            goes = reason is Reason.NONE
+            fate = Fate.OFFLOADED if goes else Fate.KEPT
+            out = nbytes if goes else 0
+            outcome = Outcome.HIT if goes else Outcome.NONE
+            rows.append(
+                SlotRecord(f"layer{number}", str(position), slot, 0, nbytes, 1, fate, reason, out, outcome, 1.0, 1.0)
+            )
+        needed = layers * forward + (layers - 1 - number) * backward
+        read = layers - 1 - number
+        windows.append(Window(f"layer{number}", 0, number * forward, forward, 0.0, needed, backward, read))
+    total = sum(row.bytes_out for row in rows)
+    return StepRecord(
+        index=1,
+        rank=0,
+        slots=tuple(rows),
+        windows=tuple(windows),
+        residency=(),
+        bytes_out=total,
+        bytes_back=total,
+        copies_out=len(rows),
+        copies_back=len(rows),
+        peak_in_flight=0,
+        peak_ahead=0,
+        host_peak=total,
+        host_held=total,
+        host_allocations=1,
+        host_failure=None,
+        exempt_bytes=0,
+        abandoned=0,
+        planned=False,
+        step_ms=layers * (forward + backward),
+        out_ms=total / (10 * MIB),
+        back_ms=total / (10 * MIB),
+    )
+
+
+def going(plan: Plan) -> set[str]:
+    return {slot.name for slot in plan.slots if slot.goes}
+
+
+# Policies ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"name": "some"}, ArgumentError, "policy must be one of 'all', 'planned', but is 'some'"),
+        ({"fraction": 1.5}, ArgumentError, "fraction must be from 0 to 1, but is 1.5"),
+        ({"fraction": "half"}, ArgumentTypeError, "fraction must be a number"),
+        ({"fraction": True}, ArgumentTypeError, "fraction must be a number"),
+        ({"fraction": 0.5, "budget_per_layer": 1}, ArgumentError, "not both"),
+        ({"name": "all", "fraction": 0.5}, ArgumentError, "leave it out to let a plan meet the budgets"),
+        ({"budget_per_layer": "12 parsecs"}, ArgumentError, "budget_per_layer must be a size"),
+        ({"pp_rank_delta": "1.5"}, None, ""),
+        ({"pp_rank_delta": -1}, ArgumentError, "pp_rank_delta must not be negative"),
+        ({"pp_rank": -1}, ArgumentError, "pp_rank must not be negative"),
+        ({"pp_rank": 1.0}, ArgumentTypeError, "pp_rank must be an int"),
+        ({"replan_drift": -0.1}, ArgumentError, "replan_drift must be from 0"),
+        ({"host_limit": "much"}, ArgumentError, "host_limit must be a size"),
+    ],
+)
+def test_policy_that_cannot_be_is_a_named_error(arguments: Any, kind: Any, message: str) -> None:
+    if kind is None:
+        policy(**arguments)
+        return
+    with pytest.raises(kind, match=message):
+        policy(**arguments)
+
+
+def test_budget_makes_the_policy_a_planned_one_and_nothing_makes_it_all() -> None:
+    assert policy(name=None, budget_per_layer="1MiB").name == "planned"
+    assert policy(name=None, pp_rank_delta="1MiB", pp_rank=2).keep_more == 2 * MIB
+    assert policy(name=None).name == "all"
+
+
+# The choice ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "goes"),
+    [
+        (60, set()),
+        (50, {"fc1_input"}),
+        (40, {"fc2_input"}),
+        (30, {"act_input"}),  # 30 of 60 must go: fc1 and fc2 together are 30 as well
+        (20, {"act_input", "fc1_input"}),
+        (0, {"fc1_input", "act_input", "fc2_input"}),
+    ],
+)
+def test_budget_per_layer_is_met_with_the_fewest_bytes(budget: int, goes: set[str]) -> None:
+    plan = make_plan(policy(budget_per_layer=budget * MIB), record(), LINK, BOUNDS)
+    for layer in range(4):
+        sizes = {slot.name.split(".")[1]: slot.nbytes for slot in plan.slots if slot.name.startswith(f"layer{layer}/")}
+        left = {name.split(".")[1] for name in going(plan) if name.startswith(f"layer{layer}/")}
+        assert sum(sizes.values()) - sum(sizes[name] for name in left) <= budget * MIB
+        assert sum(sizes[name] for name in left) == sum(SIZES[SlotName(name)] for name in goes)
+
+
+def test_budget_that_cannot_be_met_says_by_how_much_and_what_would_have_to_go() -> None:
+    kept = record(act_input=Reason.ASKED)
+    with pytest.raises(BudgetError) as found:
+        make_plan(policy(budget_per_layer=20 * MIB), kept, LINK, BOUNDS)
+    assert str(found.value) == (
+        "budget_per_layer is 20.0 MiB, but 30.0 MiB of layer0 must stay, 10.0 MiB too much. These would have to go: "
+        "layer0/1.act_input (30.0 MiB, asked by the user). Raise the budget, or let them go."
+    )
+
+
+def test_memory_that_is_there_anyhow_does_not_count_against_the_budget() -> None:
+    shared = record(act_input=Reason.ALIAS)
+    plan = make_plan(policy(budget_per_layer=10 * MIB), shared, LINK, BOUNDS)
+    assert {name.split(".")[1] for name in going(plan)} == {"fc2_input"}
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5, 1.0])
+def test_fraction_is_one_of_bytes_and_the_earliest_go_first(fraction: float) -> None:
+    plan = make_plan(policy(fraction=fraction), record(), LINK, BOUNDS)
+    total = sum(slot.nbytes for slot in plan.slots)
+    assert plan.bytes_going >= fraction * total
+    assert plan.bytes_going <= fraction * total + max(SIZES.values())
+    assert plan.forecast is not None
+    if fraction <= 0.5:
+        assert plan.forecast.waiting_ms == pytest.approx(0.0, abs=1e-6)
+
+
+def test_last_slots_stay_where_their_leaving_would_free_nothing_at_the_peak() -> None:
+    plan = make_plan(policy(), record(), LINK, BOUNDS)
+    everything = make_plan(policy(budget_per_layer=0), record(), LINK, BOUNDS)
+    assert "layer0/0.fc1_input" in going(plan)
+    assert "layer3/2.fc2_input" not in going(plan)
+    assert plan.forecast is not None and everything.forecast is not None
+    assert plan.forecast.peak_bytes <= everything.forecast.peak_bytes
+    assert plan.forecast.step_ms <= everything.forecast.step_ms
+
+
+def test_more_of_the_last_slots_stay_where_the_copies_take_longer() -> None:
+    slow = Link(*[2.0 * MIB] * 4)
+    quick_plan = make_plan(policy(), record(), LINK, Bounds(back=60 * MIB, recall=True))
+    slow_plan = make_plan(policy(), record(), slow, Bounds(back=60 * MIB, recall=True))
+    assert going(slow_plan) < going(quick_plan)
+
+
+def test_later_pipeline_stage_keeps_its_share_more() -> None:
+    first = make_plan(policy(budget_per_layer=0, pp_rank_delta="40MiB", pp_rank=0), record(), LINK, BOUNDS)
+    third = make_plan(policy(budget_per_layer=0, pp_rank_delta="40MiB", pp_rank=2), record(), LINK, BOUNDS)
+    assert first.bytes_going - third.bytes_going == 80 * MIB
+    assert going(third) < going(first)
+
+
+def test_host_limit_keeps_the_last_slots() -> None:
+    plan = make_plan(policy(host_limit="100MiB"), record(), LINK, BOUNDS)
+    assert plan.forecast is not None and plan.forecast.host_bytes <= 100 * MIB
+    assert "layer0/0.fc1_input" in going(plan) and "layer3/0.fc1_input" not in going(plan)
+
+
+def test_host_limit_and_budget_that_exclude_each_other_say_so() -> None:
+    with pytest.raises(
+        BudgetError, match=r"sends 240\.0 MiB to the host, but host_limit is 100\.0 MiB, 140\.0 MiB less"
+    ):
+        make_plan(policy(budget_per_layer=0, host_limit="100MiB"), record(), LINK, BOUNDS)
+
+
+def test_host_limit_below_every_slot_is_a_named_error() -> None:
+    nothing = record(fc1_input=Reason.NO_ROOM, act_input=Reason.NO_ROOM, fc2_input=Reason.NO_ROOM)
+    with pytest.raises(
+        BudgetError, match=r"the smallest slot that may go, layer0/0.fc1_input, has 10.0 MiB: 9.0 MiB too"
+    ):
+        check_host_limit(MIB, nothing)
+    check_host_limit(MIB, record())
+
+
+def test_same_record_gives_the_same_plan() -> None:
+    assert make_plan(policy(fraction=0.4), record(), LINK, BOUNDS) == make_plan(
+        policy(fraction=0.4), record(), LINK, BOUNDS
+    )
+
+
+# Records -------------------------------------------------------------------------------------------------------------
+
+
+def test_work_is_the_windows_in_order_without_the_waits() -> None:
+    plain = record(layers=2)
+    waiting = dataclasses.replace(
+        plain,
+        slots=tuple(dataclasses.replace(row, exposed_ms=1.0) for row in plain.slots),
+        windows=tuple(dataclasses.replace(window, throttled_ms=2.0) for window in plain.windows),
+    )
+    assert [(item.key[0], item.backward) for item in work_of(plain)] == [
+        ("layer0", False),
+        ("layer1", False),
+        ("layer1", True),
+        ("layer0", True),
+    ]
+    assert [item.ms for item in work_of(plain)] == [10.0, 10.0, 20.0, 20.0]
+    assert [item.ms for item in work_of(waiting)] == [8.0, 8.0, 17.0, 17.0]
+
+
+def test_bounds_cover_the_longest_window_and_a_slot_and_grow_where_that_saves_time() -> None:
+    quick = bounds_for(record(forward=1.0, backward=2.0))
+    assert quick is not None
+    assert quick.out >= 1.25 * (10 * MIB + 30 * MIB) and quick.back >= 1.25 * (20 * MIB + 30 * MIB)
+    disabled = record(fc1_input=Reason.DISABLED, act_input=Reason.DISABLED, fc2_input=Reason.DISABLED)
+    assert bounds_for(disabled) is None
+
+
+def test_ranks_plan_from_the_largest_of_their_numbers_or_refuse() -> None:
+    one, other = record(), record()
+    other = dataclasses.replace(other, rank=1, slots=(dataclasses.replace(other.slots[0], nbytes=99), *other.slots[1:]))
+    smaller = dataclasses.replace(one, slots=(dataclasses.replace(one.slots[0], nbytes=7), *one.slots[1:]))
+    assert bytes_by_slot(merge_records([smaller, other]))["layer0/0.fc1_input", 0] == 99
+    with pytest.raises(PlanError, match=r"Ranks 0 and 1 have other slots \(12 and 9\)"):
+        merge_records([one, dataclasses.replace(record(layers=3), rank=1)])
+
+
+# Plans and files -----------------------------------------------------------------------------------------------------
+
+PLAN = Plan((PlannedSlot("layer0/0.fc1_input", 0, 5, True), PlannedSlot("layer0/0.fc1_input", 1, 5, False)))
+
+
+def test_plan_answers_for_its_slots_and_treats_later_forwards_as_the_last_one() -> None:
+    assert PLAN.goes("layer0/0.fc1_input", 0)
+    assert not PLAN.goes("layer0/0.fc1_input", 1)
+    assert not PLAN.goes("layer0/0.fc1_input", 7)
+    assert PLAN.goes("layer0/other", 0)
+
+
+def test_drift_is_the_share_of_the_plans_bytes_that_moved() -> None:
+    assert PLAN.drift({("layer0/0.fc1_input", 0): 5, ("layer0/0.fc1_input", 1): 5}) == 0.0
+    assert PLAN.drift({("layer0/0.fc1_input", 0): 10, ("layer0/0.fc1_input", 1): 5}) == 0.5
+    assert PLAN.drift({("layer0/other", 0): 5}) == 1.5
+
+
+def test_plan_survives_its_file(tmp_path: Path) -> None:
+    plan = make_plan(policy(), record(), LINK, BOUNDS)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    PLAN.save(tmp_path / "hand.json")
+    assert Plan.load(tmp_path / "hand.json") == PLAN
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no plan of te_offload: JSONDecodeError"),
+        ("[]", "holds no plan of te_offload: TypeError"),
+        ("{}", "holds no plan of te_offload: KeyError: 'schema'"),
+        ('{"schema": "te_offload.plan/9"}', "has schema 'te_offload.plan/9'; this release reads 'te_offload.plan/1'"),
+        ('{"schema": "te_offload.plan/1", "forecast": null, "slots": [{"name": 3}]}', "TypeError"),
+        (
+            '{"schema": "te_offload.plan/1", "forecast": null, "slots": '
+            '[{"name": "a", "forward": 0, "nbytes": 1, "goes": "yes"}]}',
+            "fields of other types",
+        ),
+    ],
+)
+def test_file_that_holds_no_plan_is_a_named_error(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=message):
+        Plan.load(path)
+
+
+def test_missing_file_is_a_named_error(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="FileNotFoundError"):
+        Plan.load(tmp_path / "nowhere.json")
+
+
+def test_plan_of_another_model_is_refused() -> None:
+    PLAN.check_layers({"layer0": ["layer0/0.fc1_input"]})
+    with pytest.raises(PlanError, match=r"names layer0/0\.fc1_input, but the session's layers are layer1"):
+        PLAN.check_layers({"layer1": []})
+    with pytest.raises(PlanError, match=r"but layer0 owns layer0/1\.act_input\. It belongs to another model"):
+        PLAN.check_layers({"layer0": ["layer0/1.act_input"]})
+
+
+def test_plan_is_json_that_people_can_read(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    value = json.loads((tmp_path / "plan.json").read_text())
+    assert value["schema"] == "te_offload.plan/1"
+    assert value["slots"][0] == {"name": "layer0/0.fc1_input", "forward": 0, "nbytes": 5, "goes": True}

@@ -1,0 +1,83 @@
+"""Steps computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from te_offload.offload.timeline import Bounds, Link, Parcel, Work, simulate
+
+LINK = Link(out=10.0, back=10.0, out_duplex=5.0, back_duplex=5.0)  # bytes a millisecond
+
+
+def stack(layers: int, forward: float, backward: float) -> list[Work]:
+    keys = [(f"layer{number}", 0) for number in range(layers)]
+    return [Work(key, False, forward) for key in keys] + [Work(key, True, backward) for key in reversed(keys)]
+
+
+def slots(*sizes: int) -> dict[tuple[str, int], list[Parcel]]:
+    return {(f"layer{number}", 0): [Parcel(size, size > 0)] if size else [] for number, size in enumerate(sizes)}
+
+
+def test_without_slots_a_step_is_its_work() -> None:
+    found = simulate(stack(3, 2.0, 4.0), {}, LINK, Bounds())
+    assert (found.step_ms, found.waiting_ms, found.peak_bytes, found.host_bytes) == (18.0, 0.0, 0, 0)
+
+
+def test_one_layer_goes_out_and_comes_back_before_its_backward() -> None:
+    # forward to 2, out 2 to 12, back 12 to 22, backward 22 to 26
+    found = simulate(stack(1, 2.0, 4.0), slots(100), LINK, Bounds())
+    assert found.step_ms == pytest.approx(26.0)
+    assert found.waiting_ms == pytest.approx(20.0)
+    assert (found.peak_bytes, found.host_bytes) == (100, 100)
+
+
+def test_copies_hide_behind_the_work_of_other_layers() -> None:
+    # layer0: out 2 to 4, back 10 to 12; its backward begins at 14, when that of layer2 and layer1 is over
+    found = simulate(stack(3, 2.0, 4.0), slots(20, 0, 0), LINK, Bounds())
+    assert found.step_ms == 18.0 and found.waiting_ms == 0.0
+
+
+def test_two_copies_at_once_share_the_duplex_rate() -> None:
+    # layer0 out 1 to 11, layer1 out 11 to 21; layer1's backward waits: back 21 to 31 alone, backward 31 to 32,
+    # layer0 back 31 to 41, backward 41 to 42
+    alone = simulate(stack(2, 1.0, 1.0), slots(100, 100), LINK, Bounds())
+    assert alone.step_ms == pytest.approx(42.0)
+    # layer1 stays: layer0's out to 11 and its back from 11 never meet another copy
+    assert simulate(stack(2, 1.0, 1.0), slots(100, 0), LINK, Bounds()).step_ms == pytest.approx(22.0)
+    # 1F1B: b's copy out and a's copy back are under way together, each at half the rate
+    work = [
+        Work(("a", 0), False, 10.0),
+        Work(("b", 0), False, 10.0),
+        Work(("a", 0), True, 1.0),
+        Work(("b", 0), True, 1.0),
+    ]
+    parcels = {("a", 0): [Parcel(100, True)], ("b", 0): [Parcel(100, True)]}
+    # a out 10 to 20; b out and a back from 20 at 5 a ms: both to 40; a's backward 40 to 41; b back 40 to 50, backward to 51
+    assert simulate(work, parcels, LINK, Bounds()).step_ms == pytest.approx(51.0)
+
+
+def test_bound_out_makes_the_forward_wait_and_lowers_the_peak() -> None:
+    free = simulate(stack(3, 1.0, 1.0), slots(100, 100, 100), LINK, Bounds(back=100))
+    bound = simulate(stack(3, 1.0, 1.0), slots(100, 100, 100), LINK, Bounds(out=100, back=100))
+    assert free.peak_bytes == 300 and bound.peak_bytes == 200
+    assert bound.step_ms >= free.step_ms
+
+
+def test_bound_back_brings_back_no_more_than_that_ahead() -> None:
+    work, parcels = stack(4, 30.0, 30.0), slots(100, 100, 100, 100)
+    unbound = simulate(work, parcels, LINK, Bounds())
+    bound = simulate(work, parcels, LINK, Bounds(back=100))
+    assert bound.peak_bytes < unbound.peak_bytes
+    assert bound.step_ms == pytest.approx(unbound.step_ms)  # one layer ahead is enough here
+
+
+def test_what_has_not_left_is_read_where_it_is() -> None:
+    # the out copy is under way at 2 when the backward comes
+    found = simulate(stack(1, 2.0, 4.0), slots(100), LINK, Bounds(recall=True))
+    assert found.step_ms == 6.0 and found.waiting_ms == 0.0
+
+
+def test_slots_that_stay_count_at_the_peak_only() -> None:
+    parcels = {("layer0", 0): [Parcel(70, False)], ("layer1", 0): [Parcel(30, False)]}
+    found = simulate(stack(2, 1.0, 1.0), parcels, LINK, Bounds())
+    assert (found.step_ms, found.peak_bytes, found.host_bytes) == (4.0, 100, 0)
