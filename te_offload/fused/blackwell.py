@@ -45,8 +45,8 @@ class _DeclaresSlots:
     def fuser_backward(
         self, basic_op_ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, Any, Any]:
-        """The fused backward of Transformer Engine, with the weights' copies that passed the hooks by."""
-        te_adapter.bring_weights(self.basic_ops[0], basic_op_ctxs[0])
+        """The fused backward of Transformer Engine, with what passed the hooks by."""
+        te_adapter.bring_exempt(self.basic_ops[0], basic_op_ctxs[0])
         result: tuple[torch.Tensor, Any, Any] = super().fuser_backward(  # type: ignore[misc]
             basic_op_ctxs, grad_output, **kwargs
         )

@@ -33,15 +33,9 @@ class Mark(Protocol):
 
 
 class Copy(NamedTuple):
-    """One copy.
+    """One copy: when it began and ended."""
 
-    Attributes:
-        after: marks of which it began at the last one: those that it was told to come after, and the end of the copy
-            before it on the same stream.
-        ended: its end.
-    """
-
-    after: tuple[Mark, ...]
+    began: Mark
     ended: Mark
 
 
@@ -62,11 +56,6 @@ class Transfer(Protocol):
 
     def milliseconds(self, first: Mark, second: Mark) -> float:
         """Time between two marks that have passed; negative if the second one passed first."""
-
-
-def copy_milliseconds(transfer: Transfer, copy: Copy) -> float:
-    """How long a copy that has ended took."""
-    return min(transfer.milliseconds(mark, copy.ended) for mark in copy.after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +84,7 @@ class CpuTransfer:
         began = self.mark()
         for source, target, nbytes in pieces:
             ctypes.memmove(target, source, nbytes)
-        return Copy((began,), self.mark())
+        return Copy(began, self.mark())
 
     copy_back = copy_out
 
@@ -142,8 +131,6 @@ class CudaTransfer:
         self._back = stream or torch.cuda.Stream(self._index)
         self._copier = Copier(self._index)
         self._events: list[torch.cuda.Event] = []
-        self._last_out: Copy | None = None
-        self._last_back: Copy | None = None
         self._compute_streams: dict[int, torch.cuda.Stream] = {}
 
     def mark(self) -> Mark:
@@ -152,13 +139,11 @@ class CudaTransfer:
 
     def copy_out(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
         """See `Transfer.copy_out`."""
-        self._last_out = copy = self._copy(self._out, pieces, after, self._last_out)
-        return copy
+        return self._copy(self._out, pieces, after)
 
     def copy_back(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
         """See `Transfer.copy_back`."""
-        self._last_back = copy = self._copy(self._back, pieces, after, self._last_back)
-        return copy
+        return self._copy(self._back, pieces, after)
 
     def block_compute(self, mark: Mark) -> None:
         """See `Transfer.block_compute`."""
@@ -170,14 +155,12 @@ class CudaTransfer:
         assert isinstance(first, _CudaMark) and isinstance(second, _CudaMark)
         return float(first.event.elapsed_time(second.event))
 
-    def _copy(
-        self, stream: torch.cuda.Stream, pieces: Sequence[Piece], after: Sequence[Mark], before: Copy | None
-    ) -> Copy:
+    def _copy(self, stream: torch.cuda.Stream, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
         for mark in after:
             stream.wait_event(mark.event)  # type: ignore[attr-defined]
+        began = self._record(stream)
         self._copier.start(pieces, stream)
-        marks = tuple(after) if before is None else (*after, before.ended)
-        return Copy(marks, self._record(stream))
+        return Copy(began, self._record(stream))
 
     def _record(self, stream: torch.cuda.Stream) -> Mark:
         event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)

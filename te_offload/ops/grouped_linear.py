@@ -74,7 +74,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
 
         Transformer Engine 2.20.2 hands such a gradient to its FP8 grouped kernels as it is, and they read past its end.
         """
-        te_adapter.bring_weights(self, basic_op_ctxs[0])
+        te_adapter.bring_exempt(self, basic_op_ctxs[0])
         if self.computes_on_cpu(grad_output):
             return self._cpu_backward(basic_op_ctxs[0], grad_output)
         if not te_adapter.is_grouped_tensor(grad_output):

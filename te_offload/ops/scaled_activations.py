@@ -36,13 +36,15 @@ class _ScaledActivation(SlotOwner):
             )
         result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
         if self.is_watched():
-            self.declare_slot(te_adapter.read_activation(self, basic_op_ctxs[0]))
+            carry = self.hooks_are_observers()
+            self.declare_slot(te_adapter.read_activation(self, basic_op_ctxs[0], carry=carry))
         return result
 
     def fuser_backward(
         self, basic_op_ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """The `te.ops` backward."""
+        te_adapter.bring_exempt(self, basic_op_ctxs[0])  # type: ignore[arg-type]
         if self.computes_on_cpu(grad_output):
             te_adapter.keep_after_backward(basic_op_ctxs[0].saved_tensors[0])
         result: tuple[torch.Tensor | None, Any, Any] = super().fuser_backward(  # type: ignore[misc]

@@ -20,7 +20,7 @@ from tests.support.mlp import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
-WIDTH, ROWS = 512, 1024
+WIDTH, ROWS = 512, 4096
 ROOT = Path(__file__).parents[2]
 
 

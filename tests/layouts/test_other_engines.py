@@ -92,13 +92,13 @@ def test_weights_pass_no_hook_and_come_back_the_very_objects(monkeypatch: pytest
     te_on_cpu.unfused(monkeypatch, grouped=grouped)
     module = mlp()
     seen: list[Any] = []
-    bring = te_adapter.bring_weights
+    bring = te_adapter.bring_exempt
 
     def watch(op: Any, ctx: Any) -> None:
         bring(op, ctx)
         seen.extend(entry for entry in ctx.saved_tensors if isinstance(entry, torch.nn.Parameter))
 
-    monkeypatch.setattr(te_adapter, "bring_weights", watch)
+    monkeypatch.setattr(te_adapter, "bring_exempt", watch)
     with OffloadSession(module, min_bytes=0) as session, session.step():
         step(module, False)
     weights = {id(parameter) for parameter in module.parameters()}
@@ -120,5 +120,8 @@ def test_weight_changed_between_forward_and_backward_is_an_error(
         y = module(x, sizes, scales, sizes)
         with torch.no_grad():
             next(module[2].parameters()).add_(1)
-        with pytest.raises(SavedTensorModifiedError, match="GroupedLinear: a weight was written to in place"):
+        with pytest.raises(
+            SavedTensorModifiedError,
+            match="GroupedLinear: a weight, the router scales or the split sizes were written to in place",
+        ):
             y.sum().backward()

@@ -40,7 +40,7 @@ from te_offload.ops.te_adapter.fusion import (
 from te_offload.ops.te_adapter.layouts import (
     RELEASES,
     Release,
-    bring_weights,
+    bring_exempt,
     buffers_of,
     installed_version,
     read_activation,
@@ -66,7 +66,7 @@ __all__ = [
     "OperationContext",
     "Release",
     "accumulates_into_main_grad",
-    "bring_weights",
+    "bring_exempt",
     "buffers_of",
     "cublaslt_version",
     "dims_reason",

@@ -134,56 +134,62 @@ def _num_weights(linear: Any) -> int:
 
 @dataclass(frozen=True)
 class _Carried:
-    """Weights kept on a context instead of among its saved tensors: their places, and in-place versions of tensors."""
+    """Entries kept on a context instead of among its saved tensors: places, and in-place versions of the tensors."""
 
     places: range
     entries: Sequence[Saved]
-    versions: list[int] | None
+    versions: list[int]
 
 
-def _carry(ctx: OperationContext, places: range) -> int:
-    """Take weights and their copies out of what an op saved, and keep them on its context, so that they pass no hook;
-    `bring_weights` puts them back.
+def _carry(ctx: OperationContext, *groups: range) -> int:
+    """Take groups of exempt entries (metadata, router scales, weights) out of what an op saved, and keep them on its
+    context, so that they pass no hook; `bring_exempt` puts them back.
 
     Returns:
-        bytes of copies that were taken out, parameters not counted. The weights of one op have one shape and one type:
-        the first one's bytes times their number.
+        bytes that were taken out, parameters not counted. The weights of one op have one shape and one type: in a group
+        of storages the first one's bytes count for all.
     """
     saved = list(ctx.to_save)
-    entries = saved[places.start : places.stop]
-    first = next((entry for entry in entries if entry is not None), None)
-    parameter = first is None or isinstance(first, torch.nn.Parameter)
-    nbytes = 0 if parameter else len(entries) * sum(buffer.nbytes for buffer in buffers_of(first))
-    saved[places.start : places.stop] = [None] * len(places)
+    nbytes = 0
+    carried = []
+    for places in groups:
+        entries = saved[places.start : places.stop]
+        first = next((entry for entry in entries if entry is not None), None)
+        if isinstance(first, _STORAGES) and not isinstance(first, torch.Tensor):
+            nbytes += len(entries) * sum(buffer.nbytes for buffer in buffers_of(first))
+        elif not isinstance(first, torch.nn.Parameter):
+            nbytes += sum(entry.nbytes for entry in entries if entry is not None)
+        saved[places.start : places.stop] = [None] * len(places)
+        carried.append(_Carried(places, entries, _versions_of(entries)))
     ctx.to_save = tuple(saved)
-    carried = _Carried(places, entries, _versions_of(entries))
-    ctx.__dict__.setdefault("te_offload_carried", []).append(carried)
+    ctx.te_offload_carried = carried
     return nbytes
 
 
-def _versions_of(entries: Sequence[Saved]) -> list[int] | None:
-    """What autograd would compare: the in-place versions of tensors; storages and inference tensors have none."""
+def _versions_of(entries: Sequence[Saved]) -> list[int]:
+    """What autograd would compare: the in-place versions of tensors; -1 for storages and inference tensors."""
     try:
         return [entry._version for entry in entries]
     except (AttributeError, RuntimeError):
-        return None
+        tensors = [isinstance(entry, torch.Tensor) and not entry.is_inference() for entry in entries]
+        return [entry._version if tensor else -1 for entry, tensor in zip(entries, tensors, strict=True)]
 
 
-def bring_weights(op: torch.nn.Module, ctx: OperationContext) -> None:
-    """Put back what `read_grouped_linear` or `read_fused` took out of the saved tensors, if it did.
+def bring_exempt(op: torch.nn.Module, ctx: OperationContext) -> None:
+    """Put back what a reader below took out of the saved tensors (``carry=True``), if it did.
 
     Raises:
-        SavedTensorModifiedError: a weight was written to since the forward.
+        SavedTensorModifiedError: one was written to since the forward.
     """
     groups = ctx.__dict__.pop("te_offload_carried", None)
     if groups is None:
         return
     saved = list(ctx.saved_tensors)
     for carried in groups:
-        if carried.versions is not None and _versions_of(carried.entries) != carried.versions:
+        if _versions_of(carried.entries) != carried.versions:
             raise SavedTensorModifiedError(
-                f"{type(op).__name__}: a weight was written to in place between the forward and its backward, so the "
-                "gradient of the input would be wrong. Call optimizer.step() after the backward."
+                f"{type(op).__name__}: a weight, the router scales or the split sizes were written to in place between the "
+                "forward and its backward, so gradients would be wrong. Call optimizer.step() after the backward."
             )
         saved[carried.places.start : carried.places.stop] = carried.entries
     ctx.saved_tensors = saved
@@ -211,7 +217,7 @@ def read_grouped_linear(op: Any, ctx: OperationContext, *, carry: bool = False) 
 
     Args:
         op, ctx: the op and its context.
-        carry: keep weights and their copies on the context, past the saved-tensor hooks, until `bring_weights`.
+        carry: keep what is exempt on the context, past the saved-tensor hooks, until `bring_exempt`.
 
     Raises:
         UnknownLayoutError: the saved tuple is not the one of Note [Saved layouts].
@@ -238,13 +244,14 @@ def read_grouped_linear(op: Any, ctx: OperationContext, *, carry: bool = False) 
     )
     if not kinds_ok:
         raise _layout_error(op, path, saved, expected)
-    carried = _carry(ctx, range(end_of_input, len(saved))) if carry else 0
-    saved = ctx.to_save
+    if carry:
+        carried = _carry(ctx, range(end_of_scales), range(end_of_input, len(saved)))
+        return _slot(None, saved[end_of_scales:end_of_input], (), absent=SaveState.NOT_SAVED, carried=carried)
     exempt = [*saved[:end_of_scales], *saved[end_of_input:]]
-    return _slot(None, saved[end_of_scales:end_of_input], exempt, absent=SaveState.NOT_SAVED, carried=carried)
+    return _slot(None, saved[end_of_scales:end_of_input], exempt, absent=SaveState.NOT_SAVED)
 
 
-def read_activation(op: Any, ctx: OperationContext) -> SavedSlot | None:
+def read_activation(op: Any, ctx: OperationContext, *, carry: bool = False) -> SavedSlot | None:
     """The slot of an unfused scaled activation after its forward, or ``None`` if no backward needs anything.
 
     Raises:
@@ -256,6 +263,8 @@ def read_activation(op: Any, ctx: OperationContext) -> SavedSlot | None:
     require_supported_release()
     if len(saved) != 2 or not _is_values(saved[0], none=False) or not _is_scales(saved[1]):
         raise _layout_error(op, "unfused", saved, "1 input, 1 of router scales")
+    if carry:
+        return _slot(SlotName.ACT_INPUT, saved[:1], (), absent=SaveState.NOT_SAVED, carried=_carry(ctx, range(1, 2)))
     return _slot(SlotName.ACT_INPUT, saved[:1], saved[1:], absent=SaveState.NOT_SAVED)
 
 
@@ -301,26 +310,24 @@ def read_fused(
     if not kinds_ok:
         raise _layout_error(fc1, "Blackwell fused", saved, expected)
     rebuilt = bool(getattr(ctxs[2], "recompute_input_from_dsrelu", False))
-    metadata = saved[:at_fc1_input]
-    carried1 = _carry(ctxs[0], range(at_weights1, at_act_input)) if carry else 0
-    carried2 = _carry(ctxs[0], range(at_fc2_input + 1, len(saved))) if carry else 0
-    saved = ctxs[0].to_save
+    at_end = len(saved)
+    exempt = [range(at_fc1_input), range(at_weights1, at_act_input), range(at_scales, at_fc2_input)]
+    exempt.append(range(at_fc2_input + 1, at_end))
+    carried = _carry(ctxs[0], *exempt) if carry else 0
+    metadata, weights_of_fc1, scales, weights_of_fc2 = (() if carry else saved[g.start : g.stop] for g in exempt)
     return (
         _slot(
             SlotName.FC1_INPUT,
             saved[at_fc1_input:at_weights1],
-            [*metadata, *saved[at_weights1:at_act_input]],
+            [*metadata, *weights_of_fc1],
             absent=SaveState.NOT_SAVED,
-            carried=carried1,
+            carried=carried,
         ),
-        _slot(
-            SlotName.ACT_INPUT, saved[at_act_input:at_scales], saved[at_scales:at_fc2_input], absent=SaveState.NOT_SAVED
-        ),
+        _slot(SlotName.ACT_INPUT, saved[at_act_input:at_scales], scales, absent=SaveState.NOT_SAVED),
         _slot(
             SlotName.FC2_INPUT,
             saved[at_fc2_input : at_fc2_input + 1],
-            saved[at_fc2_input + 1 :],
+            weights_of_fc2,
             absent=SaveState.RECOMPUTED if rebuilt else SaveState.NOT_SAVED,
-            carried=carried2,
         ),
     )
