@@ -7,6 +7,7 @@ In: a shape. Out: variants whose `step` leaves gradients. Keeps true: every vari
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
 
+import te_offload
 from te_offload import OffloadSession, Plan, PlannedSlot, ops
 
 
@@ -35,6 +37,9 @@ class Shape:
         form = "FP8 current scaling" if self.fp8 else "bf16"
         size = f"hidden {self.hidden}, ffn {self.ffn}, {self.tokens} tokens"
         return f"{self.layers} layers of {self.experts} experts, {size}, {form}"
+
+
+Wrap = Callable[[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 
 
 class Stack(torch.nn.Module):
@@ -58,7 +63,7 @@ class Stack(torch.nn.Module):
             )
             for _ in range(shape.layers)
         )
-        self.wrap: Callable[[torch.nn.Module, Callable[[], torch.Tensor]], torch.Tensor] = lambda layer, run: run()
+        self.wrap: Wrap = lambda layer, run, x: run(x)
 
     def share(self, first: Stack | None) -> None:
         """Use the weights and `main_grad` buffers of the first stack, so that many variants fit on one card."""
@@ -70,7 +75,7 @@ class Stack(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + self.wrap(layer, lambda layer=layer, x=x: layer(x, splits, scales, splits))  # type: ignore[misc]
+            x = x + self.wrap(layer, lambda x, layer=layer: layer(x, splits, scales, splits), x)  # type: ignore[misc]
         return x
 
 
@@ -80,7 +85,8 @@ class Way:
 
     Attributes:
         name: in the table.
-        engine: ``None``, ``"te_offload"``, ``"te"`` (Transformer Engine's context) or ``"drop-in"`` (ours).
+        engine: ``None``, ``"te_offload"``, ``"te"`` (Transformer Engine's context), ``"drop-in"`` (ours of its signature),
+            ``"megatron"`` (Megatron-core's fine-grained manager, a group a layer; it keeps the last one by itself).
         going: layers whose slots go, from the first one.
         keep_act: whether `act_input` stays. plain: plain `te.ops`. retain: retain_pinned_cpu_buffers.
         fraction: share of the bytes for a plan to choose.
@@ -107,6 +113,7 @@ class Variant:
         self.model = Stack(shape, keep_act=way.keep_act, plain=way.plain)
         self.model.share(first)
         self.session: OffloadSession | None = None
+        self.megatron: Any = None
         if way.engine == "te_offload":
             plan = None
             if way.going < shape.layers and way.fraction is None:
@@ -119,11 +126,14 @@ class Variant:
                     )
                 )
             self.session = OffloadSession(self.model.layers, plan=plan, fraction=way.fraction, min_bytes=way.min_bytes)
+        elif way.engine == "megatron":
+            self._use_megatron(way)
         elif way.engine is not None:
             self._use_context(way)
 
     def _use_context(self, way: Way) -> None:
-        context, sync = te.get_cpu_offload_context(
+        get = te_offload.get_cpu_offload_context if way.engine == "drop-in" else te.get_cpu_offload_context
+        context, sync = get(
             enabled=True,
             num_layers=way.going,
             model_layers=self.shape.layers,
@@ -132,10 +142,32 @@ class Variant:
             retain_pinned_cpu_buffers=way.retain,
         )
 
-        def wrap(layer: torch.nn.Module, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        def wrap(layer: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
             with context:
-                y = run()
+                y = run(x)
             result: torch.Tensor = sync(y)
+            return result
+
+        self.model.wrap = wrap
+
+    def _use_megatron(self, way: Way) -> None:
+        """As Megatron-core 0.16's layers use it; weights are marked to stay. It is one for the process, so one way may use it.
+
+        Raises:
+            ImportError: Megatron-core is not installed.
+        """
+        module = importlib.import_module("megatron.core.pipeline_parallel.fine_grained_activation_offload")
+        megatron = self.megatron = module.FineGrainedActivationOffloadingInterface
+        if not torch.distributed.is_initialized():  # its table of bytes gathers from all ranks
+            torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:29531", rank=0, world_size=1)
+        name = "core_attn"  # groups of experts do without its pinned pool, and are slower
+        for parameter in self.model.parameters():
+            megatron.mark_not_offloadable(parameter)
+
+        def wrap(layer: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            with megatron(True, x, name) as entered:
+                y = run(entered)
+            result: torch.Tensor = megatron.group_commit(y, name=name, forced_released_tensors=[])
             return result
 
         self.model.wrap = wrap
@@ -145,8 +177,12 @@ class Variant:
         recipe = (
             te.autocast(enabled=True, recipe=Float8CurrentScaling()) if self.shape.fp8 else contextlib.nullcontext()
         )
+        if self.megatron is not None:
+            self.megatron.init_chunk_handler(1, 0, 1 << 20)
         with self.session.step() if self.session else contextlib.nullcontext(), recipe:
             yield
+        if self.megatron is not None:
+            self.megatron.reset()
 
     def step(self) -> None:
         self.inputs[0].grad = None

@@ -63,7 +63,11 @@ def require_supported_release(version: str | None = None) -> Release:
     Raises:
         UnsupportedReleaseError: no row covers it.
     """
-    version = installed_version() if version is None else version
+    return _release_of(installed_version() if version is None else version)
+
+
+@functools.cache
+def _release_of(version: str) -> Release:
     series = tuple(int(part) if part.isdigit() else -1 for part in version.split(".")[:2])
     for release in RELEASES:
         if release.series == series:
@@ -71,7 +75,7 @@ def require_supported_release(version: str | None = None) -> Release:
     known = ", ".join(f"{row.series[0]}.{row.series[1]}.x" for row in RELEASES)
     raise UnsupportedReleaseError(
         f"Transformer Engine {version} is not supported: the order in which its ops save tensors is known for {known} "
-        "alone. Install one of these, or add a row to RELEASES in te_offload/ops/te_adapter.py and its layout tests."
+        "alone. Install one of these, or add a row to RELEASES in te_offload/ops/te_adapter/layouts.py and tests of it."
     )
 
 
