@@ -90,7 +90,7 @@ class Way:
         going: layers whose slots go, from the first one.
         keep_act: whether `act_input` stays. plain: plain `te.ops`. retain: retain_pinned_cpu_buffers.
         fraction: share of the bytes for a plan to choose.
-        min_bytes: of the session.
+        max_in_flight, min_bytes: of the session.
     """
 
     name: str
@@ -100,6 +100,7 @@ class Way:
     plain: bool = False
     retain: bool = False
     fraction: float | None = None
+    max_in_flight: str | None = None
     min_bytes: str = "1MiB"
 
 
@@ -125,7 +126,13 @@ class Variant:
                         for slot in slots
                     )
                 )
-            self.session = OffloadSession(self.model.layers, plan=plan, fraction=way.fraction, min_bytes=way.min_bytes)
+            self.session = OffloadSession(
+                self.model.layers,
+                plan=plan,
+                fraction=way.fraction,
+                max_in_flight=way.max_in_flight,
+                min_bytes=way.min_bytes,
+            )
         elif way.engine == "megatron":
             self._use_megatron(way)
         elif way.engine is not None:
@@ -151,7 +158,7 @@ class Variant:
         self.model.wrap = wrap
 
     def _use_megatron(self, way: Way) -> None:
-        """As Megatron-core 0.16's layers use it; weights are marked to stay. It is one for the process, so one way may use it.
+        """As Megatron-core 0.16's layers use it; weights are marked to stay. There is one manager, so one way may use it.
 
         Raises:
             ImportError: Megatron-core is not installed.

@@ -7,6 +7,7 @@ only along `states.TRANSITIONS`; while a copy out reads the tensors, the cargo h
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,50 +60,30 @@ class Cargo:
         needed: the moment at which the backward needed them, before it waited.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "back",
-        "copied",
-        "counted",
-        "lease",
-        "lots",
-        "modified",
-        "name",
-        "nbytes",
-        "needed",
-        "out",
-        "places",
-        "ready",
-        "recalled",
-        "runs",
-        "sources",
-        "state",
-        "untaken",
-        "users",
-        "watch",
-    )
+    modified = False
+    recalled = False
+    counted = False
+    untaken = 0
+    sources: list[torch.Tensor] | None = None
+    ready: Mark | None = None
+    needed: Mark | None = None
+    lease: Lease | None = None
+    out: Copy | None = None
+    back: Copy | None = None
+    watch: weakref.ref[Hold] | None = None
+    users: Sequence[weakref.ref[Saved]] = ()
 
     def __init__(self, name: str, nbytes: int, runs: tuple[Run, ...]) -> None:
         self.name = name
         self.nbytes = nbytes
         self.runs = runs
-        self.copied = sum(run.nbytes for run in runs)
         self.state = SlotState.SAVED
-        self.users: list[weakref.ref[Saved]] = []
-        self.untaken = 0
-        self.sources: list[torch.Tensor] | None = None
-        self.modified = False
-        self.ready: Mark | None = None
-        self.lease: Lease | None = None
-        self.out: Copy | None = None
-        self.back: Copy | None = None
-        self.needed: Mark | None = None
-        self.recalled = False
-        self.counted = False
-        self.watch: weakref.ref[Hold] | None = None
         self.lots: list[Lot] = []
         self.places: list[tuple[Lot, int]] = []
-        self._assign_lots()
+        self.copied = 0
+        if runs:
+            self.copied = sum([run.nbytes for run in runs])
+            self._assign_lots()
 
     def _assign_lots(self) -> None:
         if len(self.runs) == 1:

@@ -9,7 +9,7 @@ stays. Does not: copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,25 +40,41 @@ class Rules:
     plan: Plan | None = None
 
 
-@dataclass(eq=False, slots=True)
 class Load:
     """One slot while it is decided on.
 
     Attributes:
-        entry: the slot. handles: its live handles, all of dense tensors if it may go. spans: of their tensors.
-        runs: of the spans. storages: identities of their storages.
+        entry: the slot. handles: its live handles. tensors: their tensors, dense ones if the slot may go.
+        spans: of the tensors, runs: of the spans, where they were needed.
     """
 
-    entry: SlotEntry
-    handles: list[Saved]
-    spans: list[Span] = field(default_factory=list)
-    runs: Runs | None = None
-    storages: frozenset[int] = frozenset()
+    __slots__ = ("_storages", "entry", "handles", "runs", "spans", "tensors")
+
+    def __init__(self, entry: SlotEntry) -> None:
+        self.entry = entry
+        self.handles = entry.live_handles()
+        self.tensors = [handle.held for handle in self.handles]
+        self.spans: list[Span] = []
+        self.runs: Runs | None = None
+        self._storages: frozenset[int] | None = None
 
     @property
     def goes(self) -> bool:
         """Whether the slot goes, as far as decided."""
         return self.entry.fate is Fate.OFFLOADED
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """Identities of the storages of its dense tensors."""
+        if self._storages is None:
+            self._storages = frozenset([storage_key(tensor) for tensor in self.tensors if is_plain(tensor)])
+        return self._storages
+
+    def measure(self, device: torch.device) -> None:
+        """Find spans and runs of its tensors, which are dense."""
+        if self.runs is None:
+            self.spans = [Span.of(tensor) for tensor in self.tensors]
+            self.runs = find_runs(self.spans, across_storages=device.type == "cuda")
 
 
 @dataclass(eq=False, slots=True)
@@ -88,6 +104,8 @@ def decide(
         rules, device, pool: of the session.
     """
     loads = [_load(entry, rules, device) for entry in entries]
+    if not any(load.goes for load in loads):
+        return [], [load for load in loads if load.handles]
     unnamed = any(load.goes and not load.entry.once for load in loads)
     owned = owned_by_layer() if unnamed else frozenset()
     staying = {storage_key(tensor) for tensor in exempt if is_plain(tensor)}
@@ -101,22 +119,22 @@ def decide(
 
 
 def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
-    load = Load(entry, entry.live_handles())
-    if not load.handles:
+    load = Load(entry)
+    tensors = load.tensors
+    if not tensors:
         if entry.reason is Reason.NONE:  # saved, but not here; or not needed any more
             entry.reason = Reason.GRAPH_GONE if entry.handles else Reason.FOREIGN_HOOK
         return load
-    tensors = [handle.tensor for handle in load.handles if handle.tensor is not None]
     entry.tensors = len(tensors)
     plain = all(is_plain(tensor) for tensor in tensors)
-    if plain:
-        load.spans = [Span.of(tensor) for tensor in tensors]
-        load.storages = frozenset([span.storage for span in load.spans])
-        load.runs = find_runs(load.spans, across_storages=device.type == "cuda")
-        entry.nbytes = load.runs.covered
+    if not plain:
+        entry.nbytes = sum([tensor.numel() * tensor.element_size() for tensor in tensors])
+    elif len(tensors) == 1 and tensors[0].is_contiguous():
+        entry.nbytes = tensors[0].nbytes
     else:
-        entry.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        load.storages = frozenset(storage_key(tensor) for tensor in tensors if is_plain(tensor))
+        load.measure(device)
+        assert load.runs is not None
+        entry.nbytes = load.runs.covered
     entry.reason = _reason_to_stay(entry, tensors, plain, rules, device)
     entry.fate = Fate.KEPT if entry.reason is not Reason.NONE else Fate.OFFLOADED
     return load
@@ -161,6 +179,7 @@ def _shipments(loads: list[Load], device: torch.device) -> list[Shipment]:
     owners: dict[int, Load] = {}
     shared = False
     for load in loads:
+        load.measure(device)
         for storage in load.storages:
             shared = owners.setdefault(storage, load) is not load or shared
     shipments = []

@@ -14,7 +14,7 @@ from te_offload.slots import Fate
 
 MARGIN = 1.25  # of what was measured to be needed
 _FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0)
-_ENOUGH = 1.005  # of the time with the largest factor
+_ENOUGH = 1.02  # of the time with the largest factor
 
 
 def work_of(record: StepRecord) -> list[Work]:

@@ -38,22 +38,13 @@ class SlotEntry:
         cargo: what carries its bytes and no other slot's; ``None`` if another slot's does.
     """
 
-    __slots__ = (
-        "bytes_out",
-        "cargo",
-        "fate",
-        "handles",
-        "keep",
-        "nbytes",
-        "once",
-        "op",
-        "ordinal",
-        "ready",
-        "reason",
-        "slot",
-        "tensors",
-        "visit",
-    )
+    fate = Fate.KEPT
+    reason = Reason.NONE
+    nbytes = 0
+    tensors = 0
+    bytes_out = 0
+    ready: Mark | None = None
+    cargo: Cargo | None = None
 
     def __init__(
         self, visit: LayerVisit, op: str, slot: SlotName, *, keep: bool, once: bool, ordinal: int | None = None
@@ -64,14 +55,7 @@ class SlotEntry:
         self.ordinal = ordinal
         self.keep = keep
         self.once = once
-        self.ready: Mark | None = None
         self.handles: list[weakref.ref[Saved]] = []
-        self.fate = Fate.KEPT
-        self.reason = Reason.NONE
-        self.nbytes = 0
-        self.tensors = 0
-        self.bytes_out = 0
-        self.cargo: Cargo | None = None
 
     @property
     def title(self) -> str:
@@ -171,6 +155,12 @@ class Saved:
             if cargo.untaken == 0:
                 cargo.move(SlotState.ON_HOST)
         return tensor
+
+    @property
+    def held(self) -> torch.Tensor:
+        """The tensor, while the handle holds it."""
+        assert self.tensor is not None
+        return self.tensor
 
     def go_with(self, cargo: Cargo | None, place: tuple[int, int] | None) -> None:
         """From now on the bytes are also the cargo's, ``place`` of them in its runs (``None``: there are none)."""

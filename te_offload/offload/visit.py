@@ -95,6 +95,7 @@ class LayerVisit:
         self._by_storage: dict[int, SlotEntry] = {}
         self._by_region: dict[str, SlotEntry] = {}
         self._regions: list[Region] = []
+        self._pack: Any = None
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._switch: te_adapter.OffloadSwitch | None = None
 
@@ -104,7 +105,8 @@ class LayerVisit:
         """Begin to take what the forward saves, unless it must be left alone."""
         if self._stays is Reason.NONE:
             self.began = self._engine.mover.transfer.mark()
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, give_out)
+            self._pack = self.pack  # one object, so that it is known again
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, give_out)
             self._hooks.__enter__()
             if self.device.type == "cuda":
                 self._switch = te_adapter.OffloadSwitch(on=True)
@@ -113,7 +115,7 @@ class LayerVisit:
     def takes_all(self) -> bool:
         """See `SlotObserver.takes_all`."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return self._hooks is not None and top is not None and top[0] == self.pack
+        return top is not None and top[0] is self._pack
 
     def slot_saved(self, op: str, name: SlotName, keep: bool, saved: SavedSlot) -> None:
         """An op of te_offload saved its slot; its tensors reach `pack` afterwards.
@@ -301,6 +303,7 @@ class LayerVisit:
         if self._hooks is not None:
             hooks, self._hooks = self._hooks, None
             hooks.__exit__(None, None, None)
+            self._pack = None
         if self._switch is not None:
             switch, self._switch = self._switch, None
             switch.__exit__(None, None, None)

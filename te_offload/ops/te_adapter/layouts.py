@@ -123,9 +123,11 @@ def _is_values(entry: Saved, *, none: bool) -> bool:
 
 
 def _are_values(entries: Sequence[Saved]) -> bool:
-    """`_is_values` or None for hundreds of entries: each type once, by its first entry."""
-    firsts = dict(zip(map(type, reversed(entries)), reversed(entries), strict=True))
-    return all(_is_values(entry, none=True) for entry in firsts.values())
+    """`_is_values` or None for hundreds of entries of few types: each type once."""
+    types = set(map(type, entries))
+    if len(types) == 1:
+        return _is_values(entries[0], none=True)
+    return all(_is_values(next(entry for entry in entries if type(entry) is kind), none=True) for kind in types)
 
 
 def _is_scales(entry: Saved) -> bool:
@@ -234,9 +236,6 @@ def read_grouped_linear(op: Any, ctx: OperationContext, *, carry: bool = False) 
     path = "unfused grouped" if grouped else "unfused split"
     inputs, weights = (1, _num_weights(op)) if grouped else (op.num_groups, op.num_groups)
     scales = 1 if op._scale_bias else 0
-    expected = (
-        f"{release.unfused_metadata} of metadata, {scales} of router scales, {inputs} of input, {weights} of weights"
-    )
     end_of_input = len(saved) - weights
     end_of_scales = end_of_input - inputs
     end_of_metadata = end_of_scales - scales
@@ -247,6 +246,8 @@ def read_grouped_linear(op: Any, ctx: OperationContext, *, carry: bool = False) 
         and _are_values(saved[end_of_scales:])
     )
     if not kinds_ok:
+        metadata = release.unfused_metadata
+        expected = f"{metadata} of metadata, {scales} of router scales, {inputs} of input, {weights} of weights"
         raise _layout_error(op, path, saved, expected)
     if carry:
         carried = _carry(ctx, range(end_of_scales), range(end_of_input, len(saved)))
