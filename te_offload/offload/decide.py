@@ -90,7 +90,7 @@ class Shipment:
 def decide(
     entries: Iterable[SlotEntry],
     owned_by_layer: Callable[[], frozenset[int]],
-    exempt: Iterable[torch.Tensor],
+    staying: set[int],
     rules: Rules,
     device: torch.device,
     pool: HostPool,
@@ -100,7 +100,7 @@ def decide(
     Args:
         entries: the slots of a forward, in the order in which they were saved.
         owned_by_layer: gives the storages of the layer's parameters, which stay; called where a tensor may be one.
-        exempt: tensors that stay in any case.
+        staying: storages that stay in any case.
         rules, device, pool: of the session.
     """
     loads = [_load(entry, rules, device) for entry in entries]
@@ -108,7 +108,6 @@ def decide(
         return [], [load for load in loads if load.handles]
     unnamed = any(load.goes and not load.entry.once for load in loads)
     owned = owned_by_layer() if unnamed else frozenset()
-    staying = {storage_key(tensor) for tensor in exempt if is_plain(tensor)}
     while True:
         _keep_shared_memory(loads, owned, staying)
         shipments = _shipments([load for load in loads if load.goes], device)

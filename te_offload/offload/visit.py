@@ -95,6 +95,8 @@ class LayerVisit:
         self._by_storage: dict[int, SlotEntry] = {}
         self._by_region: dict[str, SlotEntry] = {}
         self._regions: list[Region] = []
+        self._marked: SlotEntry | None = None
+        self._staying: set[int] = set()  # storages of tensors that stay and belong to no slot
         self._pack: Any = None
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._switch: te_adapter.OffloadSwitch | None = None
@@ -182,21 +184,37 @@ class LayerVisit:
             entry = known[2].pop(0)
             if entry is not None and known[1] >= 0 and tensor._version != known[1]:
                 entry.ready = None  # written to after the op had saved it: there when the forward ends
+        if entry is None and te_adapter.is_marked_not_offload(tensor):
+            self._count_marked(tensor)
+            return tensor
         apart = te_adapter.take_apart(tensor) if kind is not torch.Tensor else None
         if apart is not None:
-            if entry is not None or te_adapter.is_marked_not_offload(tensor):
-                for buffer in apart[1]:
-                    if buffer is not None:
-                        self._name(buffer, entry or self._entry_of_other(buffer, keep_marked=True))
+            for buffer in apart[1]:
+                if entry is not None and buffer is not None:
+                    self._name(buffer, entry)
             return SavedWrapper(apart[0], [None if buffer is None else self.pack(buffer) for buffer in apart[1]])
         handle = Saved(tensor, entry or self._entry_of_other(tensor))
         handle.entry.handles.append(weakref.ref(handle))
         return handle
 
-    def _entry_of_other(self, tensor: torch.Tensor, *, keep_marked: bool = False) -> SlotEntry:
+    def _count_marked(self, tensor: torch.Tensor) -> None:
+        """A tensor that no op of te_offload named carries the mark to stay: all of them are one row of the record."""
+        if self._marked is None:
+            self._marked = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False)
+            self._marked.reason = Reason.MARKED
+            self.entries.append(self._marked)
+        buffers = [tensor] if type(tensor) is torch.Tensor else te_adapter.take_apart(tensor)
+        for buffer in buffers[1] if isinstance(buffers, tuple) else buffers or [tensor]:
+            if buffer is not None:
+                self._marked.tensors += 1
+                self._marked.nbytes += buffer.nbytes
+                if is_plain(buffer):
+                    self._staying.add(storage_key(buffer))
+
+    def _entry_of_other(self, tensor: torch.Tensor) -> SlotEntry:
         """The entry of a tensor that no op of te_offload named: its region's, else one for each storage."""
-        marked = keep_marked or te_adapter.is_marked_not_offload(tensor)
-        region = self._regions[-1] if self._regions and not marked else None
+        region = self._regions[-1] if self._regions else None
+        key = 0
         if region is not None:
             entry = self._by_region.get(region.name)
         else:
@@ -210,8 +228,6 @@ class LayerVisit:
                 ordinal = len(self._by_storage)
                 entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False, ordinal=ordinal)
                 self._by_storage[key] = entry
-            if marked:
-                entry.reason = Reason.MARKED
             self.entries.append(entry)
         return entry
 
@@ -245,10 +261,12 @@ class LayerVisit:
             entry.reason = self._stays
             self.entries.append(entry)
         if self._stays is Reason.NONE:
-            exempt = [known[0]() for known in self._named.values() if None in known[2]]
-            live = [tensor for tensor in exempt if tensor is not None]
+            for reference, _, owners in self._named.values():
+                tensor = reference() if None in owners else None
+                if tensor is not None and is_plain(tensor):
+                    self._staying.add(storage_key(tensor))
             going, staying = decide(
-                self.entries, self._owned_storages, live, self._engine.rules, self.device, mover.pool
+                self.entries, self._owned_storages, self._staying, self._engine.rules, self.device, mover.pool
             )
             for load in staying:
                 self._keep(load, mover)
@@ -312,6 +330,7 @@ class LayerVisit:
         self._named.clear()
         self._by_storage.clear()
         self._by_region.clear()
+        self._staying.clear()
 
     # In the backward -------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,12 @@ from te_offload.offload.dropin import MIN_BYTES, OffloadContext
 WIDTH, ROWS = 256, 600  # 600 KiB a tensor, above MIN_BYTES
 
 
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These layers are on the CPU; with a GPU in the machine the context would leave them alone, as tensors elsewhere."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 class Layers(torch.nn.Module):
     """Linear layers in the loop of Transformer Engine's documentation."""
 
