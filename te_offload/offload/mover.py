@@ -54,6 +54,7 @@ class Mover:
         self.counts = Counts()
         self.in_flight = 0
         self._leaving: collections.deque[Cargo] = collections.deque()
+        self._ranges = device.type == "cuda"  # NVTX ranges, named by the slot, around what queues its copies
 
     def keep(self, cargo: Cargo) -> None:
         """The cargo stays on the device."""
@@ -64,7 +65,11 @@ class Mover:
         """Start the copy out of a cargo, whose lease and whose `ready` mark are there."""
         assert cargo.lease is not None and cargo.ready is not None
         cargo.sources = [user.tensor for user in users if user.tensor is not None]
+        if self._ranges:
+            torch.cuda.nvtx.range_push(f"{cargo.name} out")
         cargo.out = self.transfer.copy_out(cargo.pieces_out(), (cargo.ready, *cargo.lease.pending))
+        if self._ranges:
+            torch.cuda.nvtx.range_pop()
         cargo.move(SlotState.LEAVING)
         self._count(cargo)
         self._leaving.append(cargo)
@@ -132,7 +137,11 @@ class Mover:
         assert cargo.out is not None
         for lot in cargo.lots:
             lot.memory = torch.empty(lot.nbytes, dtype=torch.uint8, device=self.device)
+        if self._ranges:
+            torch.cuda.nvtx.range_push(f"{cargo.name} back")
         cargo.back = self.transfer.copy_back(cargo.pieces_back(), (cargo.out.ended, free))
+        if self._ranges:
+            torch.cuda.nvtx.range_pop()
         cargo.move(SlotState.RETURNING)
         self._count(cargo)
         self.note("coming back")

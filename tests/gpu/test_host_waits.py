@@ -1,4 +1,4 @@
-"""The host runs ahead of the GPU, also in a session's step."""
+"""What a session's step does to the host: it waits for nothing, and names its copies for profilers."""
 
 from __future__ import annotations
 
@@ -41,3 +41,30 @@ def test_host_never_waits_in_a_step() -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert session.records[-1].bytes_out >= session.records[-1].bytes_back > 0
+
+
+def test_copies_stand_in_profiler_ranges_named_by_their_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    depth = 0
+
+    def push(name: str) -> None:
+        nonlocal depth
+        depth += 1
+        names.append(name)
+
+    def pop() -> None:
+        nonlocal depth
+        depth -= 1
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", push)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", pop)
+    layers = torch.nn.ModuleList(torch.nn.Linear(512, 512, device="cuda") for _ in range(3))
+    x = torch.randn(2048, 512, device="cuda", requires_grad=True)
+    with OffloadSession(layers, min_bytes=0, max_in_flight=0) as session, session.step():
+        y = x * 1
+        for layer in layers:
+            y = torch.relu(layer(y))
+        y.sum().backward()
+    assert depth == 0
+    assert {f"layer{number}/other[0] out" for number in range(3)} <= set(names)
+    assert "layer0/other[0] back" in names
