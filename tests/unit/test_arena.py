@@ -157,7 +157,7 @@ class PoolModel(RuleBasedStateMachine):
         for lease in self.out:
             lease.release()
         self.pool.close()
-        assert self.pool.held_bytes == 0 or not self.pool.held_bytes
+        assert self.pool.held_bytes == 0
 
 
 PoolModel.TestCase.settings = settings(max_examples=60, deadline=None, stateful_step_count=40)
