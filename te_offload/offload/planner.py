@@ -16,7 +16,7 @@ import torch
 
 from te_offload.errors import BudgetError, PlanError
 from te_offload.offload.decide import Rules
-from te_offload.offload.engine import GROWTH_STEPS, Engine
+from te_offload.offload.engine import Engine
 from te_offload.offload.forecast import work_of
 from te_offload.offload.link import probe_link
 from te_offload.offload.plan import Plan, PlannedSlot
@@ -70,8 +70,7 @@ class Planner:
         if record is None or not record.slots:
             return
         if self.plan is None:
-            undisturbed = record.index > 0 or engine.pool.may_grow is False
-            if undisturbed or engine.steps >= GROWTH_STEPS:
+            if record.index > 0:  # page-locking disturbs the times of the first step
                 self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
         elif self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift:
             self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))

@@ -38,8 +38,8 @@ def test_v1_context_takes_the_slots_that_may_go_and_nothing_else(
         if name == keep:
             assert marks(saved.buffers) == {False}  # v1 reads its own marks and no other
         else:
-            assert True in marks(saved.buffers)
-        assert marks(saved.exempt) <= {False}  # the caller's split sizes among them, which v1 would empty
+            assert any(hasattr(buffer, "activation_offloading") for buffer in saved.buffers)
+        assert marks(saved.exempt) == {False}  # the caller's split sizes among them, which v1 would empty
 
 
 def test_switch_is_put_back_as_it_was_also_after_an_exception() -> None:

@@ -123,6 +123,30 @@ class KnowsByAddress(Mover):
         self.known.add(key)
 
 
+def test_reordered_copies_change_no_bit_where_each_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, LateTransfer(reorder=True))
+    expected, model = Stack(4), Stack(4)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0, verify=True) as session:
+        for step in range(3):
+            with session.step():
+                found = run(model, SPLITS, seed=step)
+            assert_same_bits(run(expected, SPLITS, seed=step), found)
+        assert session.records[-1].bytes_back > 0
+
+
+def test_copy_that_overtakes_the_one_before_it_is_caught_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WaitsForNothing(ReloadsTooEarly):
+        """Relies on the order of copies alone, with a link that does not keep it."""
+
+        start_back = Mover.start_back
+
+    use(monkeypatch, LateTransfer(reorder=True), WaitsForNothing)
+    model = Stack(3)
+    caught = pytest.raises(CorruptionError, match="after its way to the host and back")
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0, verify=True) as session, caught, session.step():
+        run(model, SPLITS)
+
+
 @pytest.mark.parametrize("bug", [ReloadsTooEarly, FreesTooEarly, KnowsByAddress])
 def test_seeded_bug_is_caught_by_verify(monkeypatch: pytest.MonkeyPatch, bug: type[Mover]) -> None:
     KnowsByAddress.known = set()
