@@ -10,7 +10,7 @@ import torch
 
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.timeline import Link
-from te_offload.offload.transfer import Copy, Transfer
+from te_offload.offload.transfer import Copy, Transfer, duration
 
 _PROBE = 64 << 20  # bytes each way
 _ROUNDS = 3
@@ -41,10 +41,10 @@ def probe_link(device: torch.device, transfer: Transfer, pool: HostPool, nbytes:
         both = transfer.copy_out(out_pieces, (start,)), transfer.copy_back(back_pieces, (start,))
         for copy in both:
             copy.ended.wait()
-        out = max(out, nbytes / transfer.milliseconds(one.began, one.ended))
-        back = max(back, nbytes / transfer.milliseconds(two.began, two.ended))
-        out_both = max(out_both, nbytes / transfer.milliseconds(both[0].began, both[0].ended))
-        back_both = max(back_both, nbytes / transfer.milliseconds(both[1].began, both[1].ended))
+        out = max(out, nbytes / duration(transfer, one))
+        back = max(back, nbytes / duration(transfer, two))
+        out_both = max(out_both, nbytes / duration(transfer, both[0]))
+        back_both = max(back_both, nbytes / duration(transfer, both[1]))
         last = [one, two, *both]
     for lease in leases:
         assert lease is not None

@@ -15,7 +15,7 @@ from te_offload.offload.cargo import Cargo
 from te_offload.offload.mover import Counts
 from te_offload.offload.record import Outcome, Residency, SlotRecord, StepRecord, Window
 from te_offload.offload.saved import SlotEntry
-from te_offload.offload.transfer import Mark, Transfer
+from te_offload.offload.transfer import Mark, Transfer, duration
 from te_offload.offload.visit import LayerVisit
 from te_offload.slots import Fate, SlotName
 
@@ -79,8 +79,8 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         abandoned=step.abandoned,
         planned=step.planned,
         step_ms=transfer.milliseconds(step.began, step.ended),
-        out_ms=sum(transfer.milliseconds(cargo.out.began, cargo.out.ended) for cargo in copies if cargo.out),
-        back_ms=sum(transfer.milliseconds(cargo.back.began, cargo.back.ended) for cargo in copies if cargo.back),
+        out_ms=sum(duration(transfer, cargo.out) for cargo in copies if cargo.out),
+        back_ms=sum(duration(transfer, cargo.back) for cargo in copies if cargo.back),
     )
     for visit in step.visits:  # the handles of a graph that lives on hold the visit, and need no more than its name
         visit.entries = []
@@ -106,8 +106,8 @@ def _rows(visit: LayerVisit, transfer: Transfer) -> list[SlotRecord]:
 
 def _row(entry: SlotEntry, forward: int, transfer: Transfer) -> SlotRecord:
     cargo = entry.cargo
-    out = transfer.milliseconds(cargo.out.began, cargo.out.ended) if cargo and cargo.out else None
-    back = transfer.milliseconds(cargo.back.began, cargo.back.ended) if cargo and cargo.back else None
+    out = duration(transfer, cargo.out) if cargo and cargo.out else None
+    back = duration(transfer, cargo.back) if cargo and cargo.back else None
     exposed = _exposed(cargo, transfer)
     outcome = Outcome.NONE
     if entry.fate is Fate.OFFLOADED and cargo is not None and cargo.out is not None:

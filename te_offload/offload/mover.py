@@ -159,8 +159,11 @@ class Mover:
             self.start_back(cargo, self.transfer.mark())
         if cargo.state is SlotState.RETURNING:
             assert cargo.back is not None
-            cargo.needed = self.transfer.mark()
-            self.transfer.block_compute(cargo.back.ended)
+            if cargo.back.ended.is_over():
+                cargo.needed = cargo.back.ended
+            else:
+                cargo.needed = self.transfer.mark()
+                self.transfer.block_compute(cargo.back.ended)
             cargo.move(SlotState.RETURNED)
 
     def release(self, cargo: Cargo) -> None:
@@ -174,7 +177,8 @@ class Mover:
             self.transfer.block_compute(cargo.back.ended)  # nobody will read it, but its memory is being written
             cargo.move(SlotState.RETURNED)
         if cargo.lease is not None:
-            cargo.lease.release([copy.ended for copy in (cargo.out, cargo.back) if copy is not None])
+            last = cargo.back or cargo.out  # a copy back comes after its copy out
+            cargo.lease.release(() if last is None else (last.ended,))
             cargo.lease = None
         for lot in cargo.lots:
             lot.memory = None

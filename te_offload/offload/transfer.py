@@ -1,7 +1,6 @@
 """Copies between the device and the host, what orders them, and what times them.
 
-In: pieces (source address, target address, bytes). Out: `Copy` values, whose two `Mark` values can be waited for and
-timed. Keeps true: a copy starts after every mark that it is told to come after; the host never blocks, except in
+In: pieces (source address, target address, bytes). Out: `Copy` values, whose `Mark` values can be waited for and timed. Keeps true: a copy starts after every mark that it is told to come after; the host never blocks, except in
 `Mark.wait`. Does not: own memory, or decide.
 
 A GPU has one stream each way. On the CPU the same calls copy at once.
@@ -33,9 +32,14 @@ class Mark(Protocol):
 
 
 class Copy(NamedTuple):
-    """One copy: when it began and ended."""
+    """One copy.
 
-    began: Mark
+    Attributes:
+        starts: marks of which the latest is its begin: what it was told to come after, and the end of the copy before it.
+        ended: its end.
+    """
+
+    starts: tuple[Mark, ...]
     ended: Mark
 
 
@@ -84,7 +88,7 @@ class CpuTransfer:
         began = self.mark()
         for source, target, nbytes in pieces:
             ctypes.memmove(target, source, nbytes)
-        return Copy(began, self.mark())
+        return Copy((began,), self.mark())
 
     copy_back = copy_out
 
@@ -130,6 +134,7 @@ class CudaTransfer:
         self._out = stream or torch.cuda.Stream(self._index)
         self._back = stream or torch.cuda.Stream(self._index)
         self._copier = Copier(self._index)
+        self._last: dict[torch.cuda.Stream, Mark] = {}
         self._events: list[torch.cuda.Event] = []
         self._compute_streams: dict[int, torch.cuda.Stream] = {}
 
@@ -157,10 +162,11 @@ class CudaTransfer:
 
     def _copy(self, stream: torch.cuda.Stream, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
         for mark in after:
-            stream.wait_event(mark.event)  # type: ignore[attr-defined]
-        began = self._record(stream)
+            mark.event.wait(stream)  # type: ignore[attr-defined]
         self._copier.start(pieces, stream)
-        return Copy(began, self._record(stream))
+        before, ended = self._last.get(stream), self._record(stream)
+        self._last[stream] = ended
+        return Copy((*after,) if before is None else (*after, before), ended)
 
     def _record(self, stream: torch.cuda.Stream) -> Mark:
         event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
@@ -174,6 +180,11 @@ class CudaTransfer:
         if stream is None:
             stream = self._compute_streams[handle] = torch.cuda.current_stream(self._index)
         return stream
+
+
+def duration(transfer: Transfer, copy: Copy) -> float:
+    """Milliseconds of a copy that has ended: from the latest of its starts."""
+    return min(transfer.milliseconds(start, copy.ended) for start in copy.starts)
 
 
 def make_transfer(device: torch.device, stream: torch.cuda.Stream | None = None) -> Transfer:
