@@ -94,11 +94,37 @@ class SavedSlot:
     carried_bytes: int = 0
 
 
+class Watch(enum.Enum):
+    """How an observer follows a forward that runs now."""
+
+    NOT = "not"
+    """It does not look."""
+    HOOKS = "through hooks"
+    """It wants to be told of slots; their tensors pass the saved-tensor hooks."""
+    TAKES = "takes"
+    """It takes the tensors of slots from the op, since its own hook alone would see them."""
+
+
+class SlotHandle(Protocol):
+    """Stands for the buffers of a slot between its op's forward and backward. Its owner keeps nothing else of them."""
+
+    @property
+    def name(self) -> str:
+        """The slot's, for messages."""
+
+    def take(self) -> list[torch.Tensor]:
+        """The buffers, ready for work queued from now on. Called once."""
+
+
 class SlotObserver(Protocol):
     """Someone who wants to know which saved tensors are which slot: an offload session."""
 
-    def takes_all(self) -> bool:
-        """Whether the observer's own hook is the only one that will see what is saved now."""
+    def watch(self) -> Watch:
+        """How it follows a forward that runs now."""
 
-    def slot_saved(self, op: torch.nn.Module, saved: SavedSlot) -> None:
-        """Called in the forward of ``op``, before its tensors reach the saved-tensor hooks."""
+    def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> SlotHandle | None:
+        """Called in the forward of ``op``, before its tensors reach the saved-tensor hooks.
+
+        Args:
+            op: who saved. saved: what. take: the op asks for a handle in place of the buffers.
+        """

@@ -16,7 +16,8 @@ import torch
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
 from te_offload.ops import te_adapter
-from te_offload.ops.slot_owner import SlotOwner
+from te_offload.ops.slot_owner import SlotOwner, declare_slots
+from te_offload.slots import Watch
 
 
 class _DeclaresSlots:
@@ -30,23 +31,17 @@ class _DeclaresSlots:
         """The fused forward of Transformer Engine; afterwards every slot of its window is marked and declared."""
         with te_adapter.OffloadSwitch(on=False):
             result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
-        owners = [op for op in self.basic_ops if isinstance(op, SlotOwner)]
-        if not any(op.is_watched() for op in owners):
-            return result
-        carry = all(isinstance(op, SlotOwner) and op.hooks_are_observers() for op in self.basic_ops)
-        slots = te_adapter.read_fused(self.basic_ops, basic_op_ctxs, carry=carry)
-        for op, slot in zip(self.basic_ops, slots or (), strict=False):
-            if isinstance(op, SlotOwner):
-                op.declare_slot(slot)
-            else:  # a plain te.ops op inside the window: its weights stay all the same
-                te_adapter.mark_exempt_and_kept(slot, keep_input=False)
+        watches = [op.watch() if isinstance(op, SlotOwner) else Watch.NOT for op in self.basic_ops]
+        if any(watch is not Watch.NOT for watch in watches):
+            take = all(watch is Watch.TAKES for watch in watches)
+            declare_slots(self.basic_ops, te_adapter.read_fused(self.basic_ops, basic_op_ctxs, take=take))
         return result
 
     def fuser_backward(
         self, basic_op_ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, Any, Any]:
-        """The fused backward of Transformer Engine, with what passed the hooks by."""
-        te_adapter.bring_exempt(self.basic_ops[0], basic_op_ctxs[0])
+        """The fused backward of Transformer Engine, with what was carried past the hooks."""
+        te_adapter.bring_carried(self.basic_ops[0], basic_op_ctxs[0])
         result: tuple[torch.Tensor, Any, Any] = super().fuser_backward(  # type: ignore[misc]
             basic_op_ctxs, grad_output, **kwargs
         )

@@ -6,17 +6,15 @@ pickle) is not attached; a layer has at most one attachment. Does not: keep stat
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_offload.errors import ArgumentError, BackwardTwiceError
-from te_offload.ops import te_adapter
+from te_offload.errors import ArgumentError
 from te_offload.ops.slot_owner import SlotOwner
-from te_offload.slots import SavedSlot, SlotName, slot_title
+from te_offload.slots import SavedSlot, SlotHandle, SlotName, Watch, slot_title
 
 if TYPE_CHECKING:
     from te_offload.offload.session import OffloadSession
@@ -49,28 +47,6 @@ class _ForwardHook:
 
 def _inert_hook(before: bool) -> _ForwardHook:
     return _ForwardHook(None, before=before)
-
-
-class _SingleBackward:
-    """A forward hook on what runs te.ops: names the error of a second backward, which te.ops cannot run."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        node = first.grad_fn if isinstance(first, torch.Tensor) else None
-        if node is not None and te_adapter.holds_saved_tensors(node) is not None:
-            node.register_prehook(functools.partial(_check_first_backward, self._name, weakref.ref(node)))
-
-
-def _check_first_backward(name: str, node_ref: weakref.ref[Any], grads: Any) -> None:
-    node = node_ref()
-    if node is not None and te_adapter.holds_saved_tensors(node) is False:
-        raise BackwardTwiceError(
-            f"{name}: a second backward over one forward. te.ops cannot run it: Transformer Engine frees what it saved. "
-            "Run the forward again instead of retain_graph=True."
-        )
 
 
 class Attachment:
@@ -109,24 +85,21 @@ class Attachment:
         ]
         for _, op, _ in owners:
             op.observe_slot(self)
-        for part_name, part in module.named_modules():
-            if id(part) in self._owners or any(id(child) in self._owners for child in part.children()):
-                where = f"{name}/{part_name}" if part_name else name
-                self._handles.append(part.register_forward_hook(_SingleBackward(where)))
 
-    def takes_all(self) -> bool:
-        """See `SlotObserver.takes_all`."""
+    def watch(self) -> Watch:
+        """See `SlotObserver.watch`."""
         session = self.session()
         visit = session.visit_of(self) if session is not None else None
-        return visit is not None and visit.takes_all()
+        return Watch.NOT if visit is None else visit.watch()
 
-    def slot_saved(self, op: torch.nn.Module, saved: SavedSlot) -> None:
+    def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> SlotHandle | None:
         """See `SlotObserver.slot_saved`."""
         session = self.session()
         visit = session.visit_of(self) if session is not None else None
-        if visit is not None:
-            op_name, owner, slot = self._owners[id(op)]
-            visit.slot_saved(op_name, slot, owner.no_offload_activation, saved)
+        if visit is None:
+            return None
+        op_name, owner, slot = self._owners[id(op)]
+        return visit.slot_saved(op_name, slot, owner.no_offload_activation, saved, take=take)
 
     def detach(self) -> None:
         """Take the hooks off the layer, and the observer off its ops. Idempotent."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -70,7 +70,7 @@ class Cargo:
     lease: Lease | None = None
     out: Copy | None = None
     back: Copy | None = None
-    watch: weakref.ref[Hold] | None = None
+    watch: weakref.ref[Any] | None = None
     users: Sequence[weakref.ref[Saved]] = ()
 
     def __init__(self, name: str, nbytes: int, runs: tuple[Run, ...]) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from te_offload.offload.cargo import Cargo
-from te_offload.offload.extents import Runs, Span, find_runs, storage_key
+from te_offload.offload.extents import Runs, Strip, find_runs, storage_key, strips_of
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.saved import Saved, SlotEntry, is_plain
 from te_offload.ops import te_adapter
@@ -45,16 +46,20 @@ class Load:
 
     Attributes:
         entry: the slot. handles: its live handles. tensors: their tensors, dense ones if the slot may go.
-        spans: of the tensors, runs: of the spans, where they were needed.
+        strips: of each handle, runs: of all strips, where they were needed.
     """
 
-    __slots__ = ("_storages", "entry", "handles", "runs", "spans", "tensors")
+    __slots__ = ("_storages", "entry", "handles", "runs", "strips", "tensors")
 
     def __init__(self, entry: SlotEntry) -> None:
         self.entry = entry
         self.handles = entry.live_handles()
-        self.tensors = [handle.held for handle in self.handles]
-        self.spans: list[Span] = []
+        self.tensors = (
+            self.handles[0].held
+            if len(self.handles) == 1
+            else [tensor for handle in self.handles for tensor in handle.held]
+        )
+        self.strips: list[list[Strip]] = []
         self.runs: Runs | None = None
         self._storages: frozenset[int] | None = None
 
@@ -67,24 +72,39 @@ class Load:
     def storages(self) -> frozenset[int]:
         """Identities of the storages of its dense tensors."""
         if self._storages is None:
-            self._storages = frozenset([storage_key(tensor) for tensor in self.tensors if is_plain(tensor)])
+            if self.strips:
+                self._storages = frozenset().union(*(strip.storages for strips in self.strips for strip in strips))
+            else:
+                self._storages = frozenset([storage_key(tensor) for tensor in self.tensors if is_plain(tensor)])
         return self._storages
 
     def measure(self, device: torch.device) -> None:
-        """Find spans and runs of its tensors, which are dense."""
+        """Find strips and runs of its tensors, which are dense."""
         if self.runs is None:
-            self.spans = [Span.of(tensor) for tensor in self.tensors]
-            self.runs = find_runs(self.spans, across_storages=device.type == "cuda")
+            self.strips = [strips_of(handle.held) for handle in self.handles]
+            self.runs = find_runs(list(chain.from_iterable(self.strips)), across_storages=device.type == "cuda")
 
 
 @dataclass(eq=False, slots=True)
 class Shipment:
-    """A cargo, and the handles whose bytes it has."""
+    """A cargo, the handles whose bytes it has, and their strips."""
 
     cargo: Cargo
     entry: SlotEntry
     handles: list[Saved]
+    strips: list[list[Strip]]
     runs: Runs
+
+    def load(self) -> list[Saved]:
+        """Let the handles go with the cargo; those that do. The others have no elements."""
+        places = iter(self.runs.places)
+        going = []
+        for handle, strips in zip(self.handles, self.strips, strict=True):
+            if handle.go_with(self.cargo, [(strip, next(places)) for strip in strips]):
+                going.append(handle)
+            else:
+                handle.let_go()  # it would hold a storage for nothing
+        return going
 
 
 def decide(
@@ -125,11 +145,11 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
             entry.reason = Reason.GRAPH_GONE if entry.handles else Reason.FOREIGN_HOOK
         return load
     entry.tensors = len(tensors)
-    plain = all(is_plain(tensor) for tensor in tensors)
+    plain = _are_plain(load)
     if not plain:
         entry.nbytes = sum([tensor.numel() * tensor.element_size() for tensor in tensors])
-    elif len(tensors) == 1 and tensors[0].is_contiguous():
-        entry.nbytes = tensors[0].nbytes
+    elif len(load.handles) == 1 and (len(tensors) > 1 or tensors[0].is_contiguous()):
+        entry.nbytes = sum([tensor.nbytes for tensor in tensors])
     else:
         load.measure(device)
         assert load.runs is not None
@@ -137,6 +157,15 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
     entry.reason = _reason_to_stay(entry, tensors, plain, rules, device)
     entry.fate = Fate.KEPT if entry.reason is not Reason.NONE else Fate.OFFLOADED
     return load
+
+
+def _are_plain(load: Load) -> bool:
+    """Whether all tensors are dense. Those of one handle are of one kind: Transformer Engine made them in one call."""
+    for handle in load.handles:
+        tensors = handle.held
+        if not is_plain(tensors[0]) or (len(tensors) > 1 and set(map(type, tensors)) != {torch.Tensor}):
+            return False
+    return True
 
 
 def _reason_to_stay(
@@ -184,17 +213,23 @@ def _shipments(loads: list[Load], device: torch.device) -> list[Shipment]:
     shipments = []
     for load in loads:
         load.entry.cargo, load.entry.bytes_out = None, 0
-        handles, runs = load.handles, load.runs
+        handles, strips, runs = load.handles, load.strips, load.runs
         if shared:
-            pairs = [pair for other in loads for pair in zip(other.handles, other.spans, strict=True)]
-            mine = [(handle, span) for handle, span in pairs if owners[span.storage] is load]
-            handles = [handle for handle, _ in mine]
-            runs = find_runs([span for _, span in mine], across_storages=device.type == "cuda")
+            pairs = [pair for other in loads for pair in zip(other.handles, other.strips, strict=True)]
+            pairs = [pair for pair in pairs if _first_owner(pair[1], loads, owners) is load]
+            handles, strips = [handle for handle, _ in pairs], [found for _, found in pairs]
+            runs = find_runs(list(chain.from_iterable(strips)), across_storages=device.type == "cuda")
         if handles and runs is not None:
             cargo = Cargo(load.entry.name, runs.covered, runs.runs)
             load.entry.cargo, load.entry.bytes_out = cargo, cargo.copied
-            shipments.append(Shipment(cargo, load.entry, handles, runs))
+            shipments.append(Shipment(cargo, load.entry, handles, strips, runs))
     return shipments
+
+
+def _first_owner(strips: list[Strip], loads: list[Load], owners: dict[int, Load]) -> Load:
+    """The first slot that holds memory of some strips: all of them go with it."""
+    found = {id(owners[storage]) for strip in strips for storage in strip.storages}
+    return next(load for load in loads if id(load) in found)
 
 
 def _lease(shipments: list[Shipment], pool: HostPool) -> SlotEntry | None:

@@ -17,30 +17,108 @@ ALIGNMENT = 512  # bytes; what CUDA's caching allocator gives
 SEGMENT = 2 << 20  # bytes; the allocator's segments begin at multiples, and a copy must not span two of them
 
 
-class Span(NamedTuple):
-    """The bytes that a dense tensor reads, by address. ``begin == end`` for a tensor without elements.
+class Strip(NamedTuple):
+    """Bytes that one tensor reads, or several that lie one behind the other without a gap, each dense and of one dtype.
 
     Attributes:
-        storage_begin: address of the first byte of its storage.
-        storage: identity of its storage, valid while something holds the storage.
+        begin, end: addresses; equal if there are no elements.
+        storage_begin: address of the first byte of the (first) storage.
+        storages: identities of the storages, valid while something holds them.
+        members: which of the tensors it is.
+        dtype, sizes, stride: of the tensors; ``stride`` is ``None`` for several, which are contiguous.
     """
 
     begin: int
     end: int
     storage_begin: int
-    storage: int
+    storages: frozenset[int]
+    members: Sequence[int]
+    dtype: torch.dtype
+    sizes: Sequence[torch.Size]
+    stride: tuple[int, ...] | None
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Span:
-        """The span of a strided tensor."""
-        storage = tensor.untyped_storage()
-        base, begin = storage.data_ptr(), tensor.data_ptr()
-        if tensor.is_contiguous():
-            return cls(begin, begin + tensor.nbytes, base, storage._cdata)
-        if 0 in tensor.shape:
-            return cls(begin, begin, base, storage._cdata)
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return cls(begin, begin + (last + 1) * tensor.element_size(), base, storage._cdata)
+    def views(self, memory: torch.Tensor | None, offset: int, device: torch.device) -> list[torch.Tensor]:
+        """The tensors over ``memory`` (uint8, a whole storage) from its byte ``offset`` on. ``None``: without elements."""
+        sizes = self.sizes
+        if memory is None:
+            strides = [self.stride or _strides(size) for size in sizes]
+            pairs = zip(sizes, strides, strict=True)
+            return [torch.empty_strided(size, stride, dtype=self.dtype, device=device) for size, stride in pairs]
+        if self.stride is not None:
+            return [view_over(memory, offset, self.dtype, sizes[0], self.stride)]
+        row = sizes[0][1:]
+        if {size[1:] for size in sizes} == {row}:
+            rows = [size[0] for size in sizes]
+            whole = view_over(memory, offset, self.dtype, (sum(rows), *row), (row.numel(), *_strides(row)))
+            return list(whole.split_with_sizes(rows))
+        counts = [size.numel() for size in sizes]
+        flat = view_over(memory, offset, self.dtype, (sum(counts),), (1,)).split_with_sizes(counts)
+        return [part.view(size) for part, size in zip(flat, sizes, strict=True)]
+
+
+def _strides(size: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def strips_of(tensors: Sequence[torch.Tensor]) -> list[Strip]:
+    """The strips of strided tensors."""
+    if len(tensors) == 1:
+        return [_strip(0, tensors[0])]
+    begins = [tensor.data_ptr() for tensor in tensors]
+    lengths = [tensor.nbytes for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    single = [not (tensor.is_contiguous() and tensor.ndim) for tensor in tensors]
+    strips: list[Strip] = []
+    members: list[int] = []
+    end, dtype, storage = -1, None, -1
+
+    def finish() -> None:
+        if members:
+            strips.append(
+                Strip(
+                    begins[members[0]],
+                    end,
+                    storages[members[0]].data_ptr(),
+                    frozenset([storages[member]._cdata for member in members]),
+                    members,
+                    tensors[members[0]].dtype,
+                    [tensors[member].shape for member in members],
+                    None,
+                )
+            )
+
+    for index in sorted(range(len(tensors)), key=begins.__getitem__):
+        if single[index]:
+            strips.append(_strip(index, tensors[index]))
+            continue
+        key = storages[index]._cdata
+        joins = begins[index] == end and dtypes[index] is dtype
+        if joins and (key == storage or storages[index].data_ptr() % SEGMENT):
+            members.append(index)
+        else:
+            finish()
+            members, dtype = [index], dtypes[index]
+        end, storage = begins[index] + lengths[index], key
+    finish()
+    return strips
+
+
+def _strip(index: int, tensor: torch.Tensor) -> Strip:
+    storage = tensor.untyped_storage()
+    begin = end = tensor.data_ptr()
+    stride = tensor.stride()
+    if tensor.is_contiguous():
+        end += tensor.nbytes
+    elif 0 not in tensor.shape:
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
+        end += (last + 1) * tensor.element_size()
+    keys = frozenset((storage._cdata,))
+    return Strip(begin, end, storage.data_ptr(), keys, (index,), tensor.dtype, (tensor.shape,), stride)
 
 
 class Run(NamedTuple):
@@ -51,13 +129,13 @@ class Run(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The runs of some tensors.
+    """The runs of some strips.
 
     Attributes:
         runs: in the order of their addresses.
-        places: for each tensor the number of its run and the distance from the run's begin in bytes; ``None`` for one
+        places: for each strip the number of its run and the distance from the run's begin in bytes; ``None`` for one
             without elements.
-        covered: bytes that the tensors read, each byte once.
+        covered: bytes that the strips have, each byte once.
     """
 
     runs: tuple[Run, ...]
@@ -71,35 +149,38 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
-def find_runs(spans: Sequence[Span], *, across_storages: bool) -> Runs:
-    """The runs of spans.
+def find_runs(strips: Sequence[Strip], *, across_storages: bool) -> Runs:
+    """The runs of strips.
 
     Args:
-        spans: in any order.
-        across_storages: whether tensors of two storages may share a run where less than 512 bytes lie between them:
+        strips: in any order.
+        across_storages: whether strips of two storages may share a run where less than 512 bytes lie between them:
             they may on a GPU, whose allocator owns those bytes.
     """
-    if len(spans) == 1:
-        span = spans[0]
-        if span.begin == span.end:
+    if len(strips) == 1:
+        strip = strips[0]
+        if strip.begin == strip.end:
             return Runs((), (None,), 0)
-        start = max(span.begin - span.begin % ALIGNMENT, span.storage_begin)
-        return Runs((Run(start, span.end - start),), ((0, span.begin - start),), span.end - span.begin)
+        start = max(strip.begin - strip.begin % ALIGNMENT, strip.storage_begin)
+        return Runs((Run(start, strip.end - start),), ((0, strip.begin - start),), strip.end - strip.begin)
     runs: list[Run] = []
-    places: list[tuple[int, int] | None] = [None] * len(spans)
-    covered, begin, end, storage, read_to = 0, 0, -1, 0, -1
-    for index in sorted(range(len(spans)), key=spans.__getitem__):
-        first, last, storage_begin, its_storage = spans[index]
+    places: list[tuple[int, int] | None] = [None] * len(strips)
+    covered, begin, end, read_to = 0, 0, -1, -1
+    storages: frozenset[int] = frozenset()
+    for index in sorted(range(len(strips)), key=lambda index: strips[index][:2]):
+        strip = strips[index]
+        first, last = strip.begin, strip.end
         if first == last:
             continue
-        start = max(first - first % ALIGNMENT, storage_begin)
+        start = max(first - first % ALIGNMENT, strip.storage_begin)
         near = end >= 0 and start < end + ALIGNMENT
-        if not (near and (its_storage == storage or (across_storages and storage_begin % SEGMENT != 0))):
+        same = not storages.isdisjoint(strip.storages)
+        if not (near and (same or (across_storages and strip.storage_begin % SEGMENT != 0))):
             if end >= 0:
                 runs.append(Run(begin, end - begin))
             begin, end = start, last
         places[index] = (len(runs), first - begin)
-        storage = its_storage
+        storages = strip.storages
         if last > end:
             end = last
         if last > read_to:

@@ -64,7 +64,7 @@ class Mover:
     def send_out(self, cargo: Cargo, users: Sequence[Saved]) -> None:
         """Start the copy out of a cargo, whose lease and whose `ready` mark are there."""
         assert cargo.lease is not None and cargo.ready is not None
-        cargo.sources = [user.tensor for user in users if user.tensor is not None]
+        cargo.sources = [tensor for user in users for tensor in user.tensors or ()]
         if self._ranges:
             torch.cuda.nvtx.range_push(f"{cargo.name} out")
         cargo.out = self.transfer.copy_out(cargo.pieces_out(), (cargo.ready, *cargo.lease.pending))

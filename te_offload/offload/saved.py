@@ -1,6 +1,6 @@
-"""The handle that stands in the autograd graph for a saved tensor.
+"""The handle that stands in the autograd graph for a saved tensor, or for all tensors of a slot.
 
-In: a saved tensor, and later the cargo that its bytes went with. Out: the same tensor, bit for bit. Keeps true: sizes,
+In: saved tensors, and later the cargo that their bytes went with. Out: the same tensors, bit for bit. Keeps true: sizes,
 strides, dtype and aliasing are the original's; tensors of te.ops are given out once (Transformer Engine cannot run a
 second backward), others as often as autograd asks; a tensor that was written to since it was saved is an error, as it
 is without hooks. Does not: decide whether its bytes move.
@@ -9,13 +9,14 @@ is without hooks. Does not: decide whether its bytes move.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_offload.errors import BackwardTwiceError, SavedTensorModifiedError, StepEndedError
 from te_offload.offload.cargo import Cargo, Hold, Lot
-from te_offload.offload.extents import view_over
+from te_offload.offload.extents import Strip
 from te_offload.offload.states import SlotState
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SlotName, slot_title
@@ -68,50 +69,37 @@ class SlotEntry:
         return self.title if self.ordinal is None else f"{self.title}[{self.ordinal}]"
 
     def live_handles(self) -> list[Saved]:
-        """The handles that are still in an autograd graph and still hold their tensor."""
+        """The handles that are still in an autograd graph and still hold their tensors."""
         handles = [reference() for reference in self.handles]
-        return [handle for handle in handles if handle is not None and handle.tensor is not None]
+        return [handle for handle in handles if handle is not None and handle.tensors is not None]
 
 
 class Saved:
-    """A plain saved tensor, on the device or moved.
+    """Plain saved tensors, on the device or moved: one that came through the pack hook, or all of a slot.
 
     Args:
-        tensor: the tensor; held until it moves, or is given out if its slot is read once.
-        entry: its slot.
+        tensors: held until they move, or are given out if their slot is read once.
+        entry: their slot.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_dtype",
-        "_offset",
-        "_size",
-        "_stride",
-        "_taken",
-        "cargo",
-        "entry",
-        "hold",
-        "lot",
-        "tensor",
-        "version",
-    )
+    __slots__ = ("__weakref__", "_parts", "_taken", "_versions", "cargo", "entry", "hold", "tensors")
 
-    def __init__(self, tensor: torch.Tensor, entry: SlotEntry) -> None:
-        self.tensor: torch.Tensor | None = tensor
+    def __init__(self, tensors: list[torch.Tensor], entry: SlotEntry) -> None:
+        self.tensors: list[torch.Tensor] | None = tensors
         self.entry = entry
-        self.version = version_of(tensor)
         self.cargo: Cargo | None = None
         self.hold: Hold | None = None
-        self.lot: Lot | None = None
+        self._versions = versions_of(tensors)
+        self._parts: list[tuple[Strip, Lot | None, int]] = []
         self._taken = False
 
-    def take(self) -> torch.Tensor:
-        """The saved tensor, on the device and ready for work queued from now on.
+    def take(self) -> list[torch.Tensor]:
+        """The saved tensors, on the device and ready for work queued from now on.
 
         Raises:
             BackwardTwiceError: te.ops asked before.
-            StepEndedError: its step has ended, and its bytes are gone.
-            SavedTensorModifiedError: it was written to since it was saved.
+            StepEndedError: their step has ended, and their bytes are gone.
+            SavedTensorModifiedError: one was written to since it was saved.
             CorruptionError: ``verify=True`` found other bytes than were saved.
         """
         entry, cargo = self.entry, self.cargo
@@ -124,60 +112,81 @@ class Saved:
         visit = entry.visit
         if not visit.read:
             visit.first_read()
-        tensor = self.tensor
-        if tensor is None and cargo is not None and cargo.state is not SlotState.RETURNED:
+        tensors = self.tensors
+        if tensors is None and cargo is not None and cargo.state is not SlotState.RETURNED:
             if cargo.state is SlotState.RELEASED:
                 raise StepEndedError(
                     f"{entry.name} was offloaded in a step that has ended, or its session was closed, so its bytes are "
                     "gone. Call backward inside the same `with session.step():` as the forward."
                 )
             visit.bring_back(cargo)
-        if tensor is not None:
-            if version_of(tensor) != self.version:
+        if tensors is not None:
+            if versions_of(tensors) != self._versions:
                 self._fail_modified()
             if cargo is not None and cargo.state is SlotState.LEAVING:
                 visit.recall(cargo)
             if entry.once:
-                self.tensor = None
-            return tensor
-        lot = self.lot
-        if lot is None or cargo is None:  # it had no elements
-            return torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=visit.device)
-        if cargo.modified:
+                self.tensors = None
+            return tensors
+        if cargo is not None and cargo.modified:
             self._fail_modified()
-        assert lot.memory is not None
-        tensor = view_over(lot.memory, self._offset, self._dtype, self._size, self._stride)
-        if first:  # with a lot's last tensor only those that were given out hold its memory
-            lot.untaken -= 1
-            if lot.untaken == 0:
-                lot.memory = None
-            cargo.untaken -= 1
-            if cargo.untaken == 0:
-                cargo.move(SlotState.ON_HOST)
-        return tensor
+        tensors = self._restore(visit.device)
+        if first and cargo is not None:
+            self._hand_over(cargo)
+        return tensors
+
+    def _restore(self, device: torch.device) -> list[torch.Tensor]:
+        """The tensors over the memory that is back."""
+        if len(self._parts) == 1:
+            strip, lot, offset = self._parts[0]
+            return strip.views(None if lot is None else lot.memory, offset, device)
+        tensors: dict[int, torch.Tensor] = {}
+        for strip, lot, offset in self._parts:
+            views = strip.views(None if lot is None else lot.memory, offset, device)
+            tensors.update(zip(strip.members, views, strict=True))
+        return [tensors[index] for index in range(len(tensors))]
+
+    def _hand_over(self, cargo: Cargo) -> None:
+        """With a lot's last tensor only those that were given out hold its memory."""
+        for _, lot, _ in self._parts:
+            if lot is not None:
+                lot.untaken -= 1
+                if lot.untaken == 0:
+                    lot.memory = None
+        cargo.untaken -= 1
+        if cargo.untaken == 0:
+            cargo.move(SlotState.ON_HOST)
 
     @property
-    def held(self) -> torch.Tensor:
-        """The tensor, while the handle holds it."""
-        assert self.tensor is not None
-        return self.tensor
+    def name(self) -> str:
+        """The slot's, for messages."""
+        return self.entry.name
 
-    def go_with(self, cargo: Cargo | None, place: tuple[int, int] | None) -> None:
-        """From now on the bytes are also the cargo's, ``place`` of them in its runs (``None``: there are none)."""
-        tensor = self.tensor
-        assert tensor is not None
-        self._dtype, self._size, self._stride = tensor.dtype, tensor.shape, tensor.stride()
-        self.cargo = cargo
-        if place is not None and cargo is not None:
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The tensors, while the handle holds them."""
+        assert self.tensors is not None
+        return self.tensors
+
+    def go_with(self, cargo: Cargo, parts: Sequence[tuple[Strip, tuple[int, int] | None]]) -> bool:
+        """From now on the bytes are also in the cargo's runs, at the places of the strips; whether there are any."""
+        self._parts = []
+        for strip, place in parts:
+            if place is None:
+                self._parts.append((strip, None, 0))
+                continue
             lot, begin = cargo.places[place[0]]
-            self.lot, self._offset = lot, begin + place[1]
             lot.untaken += 1
+            self._parts.append((strip, lot, begin + place[1]))
+            self.cargo = cargo
+        if self.cargo is not None:
             cargo.untaken += 1
+        return self.cargo is not None
 
     def let_go(self) -> bool:
-        """The copy out is over: stop holding the tensor. Whether it was written to since it was saved."""
-        tensor, self.tensor = self.tensor, None
-        return tensor is not None and version_of(tensor) != self.version
+        """The copy out is over: stop holding the tensors. Whether one was written to since it was saved."""
+        tensors, self.tensors = self.tensors, None
+        return tensors is not None and versions_of(tensors) != self._versions
 
     def _fail_modified(self) -> None:
         raise SavedTensorModifiedError(
@@ -206,12 +215,17 @@ class SavedWrapper:
 
 def give_out(packed: Any) -> Any:
     """The unpack hook: a handle's tensor, or what was never packed."""
-    return packed.take() if isinstance(packed, (Saved, SavedWrapper)) else packed
+    if isinstance(packed, Saved):
+        return packed.take()[0]
+    return packed.take() if isinstance(packed, SavedWrapper) else packed
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """The in-place version of a tensor; -1 for an inference tensor, which has none."""
-    return -1 if tensor.is_inference() else tensor._version
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The in-place versions of tensors; -1 for an inference tensor, which has none."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Copies between the device and the host, what orders them, and what times them.
 
-In: pieces (source address, target address, bytes). Out: `Copy` values, whose `Mark` values can be waited for and timed. Keeps true: a copy starts after every mark that it is told to come after; the host never blocks, except in
-`Mark.wait`. Does not: own memory, or decide.
+In: pieces (source address, target address, bytes). Out: `Copy` values, whose `Mark` values can be waited for and timed.
+Keeps true: a copy starts after every mark that it is told to come after; the host never blocks, except in `Mark.wait`.
+Does not: own memory, or decide.
 
 A GPU has one stream each way. On the CPU the same calls copy at once.
 """

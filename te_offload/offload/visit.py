@@ -20,7 +20,7 @@ from te_offload.offload.decide import Load, Shipment, decide, storages_of
 from te_offload.offload.extents import storage_key
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out, is_plain
 from te_offload.ops import te_adapter
-from te_offload.slots import Fate, Reason, SavedSlot, SaveState, SlotName
+from te_offload.slots import Fate, Reason, SavedSlot, SaveState, SlotName, Watch
 
 if TYPE_CHECKING:
     from te_offload.offload.engine import Engine
@@ -114,13 +114,16 @@ class LayerVisit:
                 self._switch = te_adapter.OffloadSwitch(on=True)
                 self._switch.__enter__()
 
-    def takes_all(self) -> bool:
-        """See `SlotObserver.takes_all`."""
+    def watch(self) -> Watch:
+        """See `SlotObserver.watch`."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return top is not None and top[0] is self._pack
+        return Watch.TAKES if top is not None and top[0] is self._pack else Watch.HOOKS
 
-    def slot_saved(self, op: str, name: SlotName, keep: bool, saved: SavedSlot) -> None:
-        """An op of te_offload saved its slot; its tensors reach `pack` afterwards.
+    def slot_saved(self, op: str, name: SlotName, keep: bool, saved: SavedSlot, *, take: bool) -> Saved | None:
+        """An op of te_offload saved its slot. Its tensors reach `pack` afterwards, unless ``take``.
+
+        Returns:
+            the handle that stands for them, if ``take`` and there are any.
 
         Raises:
             ConflictError: another engine was entered inside the layer.
@@ -142,12 +145,17 @@ class LayerVisit:
             entry.reason = self._stays
             entry.nbytes = sum(buffer.nbytes for buffer in saved.buffers)
             entry.tensors = len(saved.buffers)
-        if self._stays is Reason.NONE:
+        if self._stays is not Reason.NONE:
+            return None
+        if not keep:
             entry.ready = self._engine.mover.transfer.mark()
-            for tensor in saved.buffers:
-                self._name(tensor, entry)
-            for tensor in saved.exempt:
-                self._name(tensor, None)
+        if take:
+            return self._handle(list(saved.buffers), entry) if saved.buffers else None
+        for tensor in saved.buffers:
+            self._name(tensor, entry)
+        for tensor in saved.exempt:
+            self._name(tensor, None)
+        return None
 
     def _name(self, tensor: torch.Tensor, owner: SlotEntry | None) -> None:
         known = self._named.get(id(tensor))
@@ -193,8 +201,11 @@ class LayerVisit:
                 if entry is not None and buffer is not None:
                     self._name(buffer, entry)
             return SavedWrapper(apart[0], [None if buffer is None else self.pack(buffer) for buffer in apart[1]])
-        handle = Saved(tensor, entry or self._entry_of_other(tensor))
-        handle.entry.handles.append(weakref.ref(handle))
+        return self._handle([tensor], entry or self._entry_of_other(tensor))
+
+    def _handle(self, tensors: list[torch.Tensor], entry: SlotEntry) -> Saved:
+        handle = Saved(tensors, entry)
+        entry.handles.append(weakref.ref(handle))
         return handle
 
     def _count_marked(self, tensor: torch.Tensor) -> None:
@@ -296,12 +307,7 @@ class LayerVisit:
 
     def _send(self, shipment: Shipment, mover: Mover) -> None:
         cargo = shipment.cargo
-        for handle, place in zip(shipment.handles, shipment.runs.places, strict=True):
-            handle.go_with(cargo if place is not None else None, place)
-        going = [handle for handle in shipment.handles if handle.cargo is not None]
-        for handle in shipment.handles:
-            if handle.cargo is None:
-                handle.let_go()  # it has no elements, and would hold a storage for nothing
+        going = shipment.load()
         if cargo.copied:
             cargo.ready = shipment.entry.ready or self.ended
             cargo.users = [weakref.ref(handle) for handle in going]
@@ -312,10 +318,14 @@ class LayerVisit:
             self.cargos.append(cargo)
 
     def _watch(self, cargo: Cargo, handles: list[Saved]) -> None:
-        hold = Hold()
-        for handle in handles:
-            handle.hold = hold
-        cargo.watch = weakref.ref(hold, functools.partial(_nobody_left, self._engine.mover, cargo))
+        """Give the cargo's bytes back when nobody can ask for them any more."""
+        if len(handles) == 1:
+            held: Any = handles[0]
+        else:
+            held = Hold()
+            for handle in handles:
+                handle.hold = held
+        cargo.watch = weakref.ref(held, functools.partial(_nobody_left, self._engine.mover, cargo))
 
     def _close(self) -> None:
         if self._hooks is not None:

@@ -17,7 +17,8 @@ import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, UnsupportedError
 from te_offload.ops import arithmetic, te_adapter
-from te_offload.ops.slot_owner import SlotOwner
+from te_offload.ops.slot_owner import SlotOwner, declare_slots
+from te_offload.slots import Watch
 
 
 class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
@@ -62,9 +63,9 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             self._check_splits_where_read(input_, extra_inputs[0])
             with te_adapter.OffloadSwitch(on=False):
                 result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
-        if self.is_watched():
-            carry = self.hooks_are_observers()
-            self.declare_slot(te_adapter.read_grouped_linear(self, basic_op_ctxs[0], carry=carry))
+        watch = self.watch()
+        if watch is not Watch.NOT:
+            declare_slots([self], te_adapter.read_grouped_linear(self, basic_op_ctxs[0], take=watch is Watch.TAKES))
         return result
 
     def fuser_backward(
@@ -74,7 +75,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
 
         Transformer Engine 2.20.2 hands such a gradient to its FP8 grouped kernels as it is, and they read past its end.
         """
-        te_adapter.bring_exempt(self, basic_op_ctxs[0])
+        te_adapter.bring_carried(self, basic_op_ctxs[0])
         if self.computes_on_cpu(grad_output):
             return self._cpu_backward(basic_op_ctxs[0], grad_output)
         if not te_adapter.is_grouped_tensor(grad_output):

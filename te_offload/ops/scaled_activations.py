@@ -15,7 +15,8 @@ import transformer_engine.pytorch as te
 from te_offload.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from te_offload.ops import arithmetic, te_adapter
 from te_offload.ops.arithmetic import Pair
-from te_offload.ops.slot_owner import SlotOwner
+from te_offload.ops.slot_owner import SlotOwner, declare_slots
+from te_offload.slots import Watch
 
 
 class _ScaledActivation(SlotOwner):
@@ -35,16 +36,16 @@ class _ScaledActivation(SlotOwner):
                 f"{type(self).__name__}: te.autocast quantizes on a GPU, but the input is on the CPU."
             )
         result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
-        if self.is_watched():
-            carry = self.hooks_are_observers()
-            self.declare_slot(te_adapter.read_activation(self, basic_op_ctxs[0], carry=carry))
+        watch = self.watch()
+        if watch is not Watch.NOT:
+            declare_slots([self], te_adapter.read_activation(self, basic_op_ctxs[0], take=watch is Watch.TAKES))
         return result
 
     def fuser_backward(
         self, basic_op_ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """The `te.ops` backward."""
-        te_adapter.bring_exempt(self, basic_op_ctxs[0])  # type: ignore[arg-type]
+        te_adapter.bring_carried(self, basic_op_ctxs[0])  # type: ignore[arg-type]
         if self.computes_on_cpu(grad_output):
             te_adapter.keep_after_backward(basic_op_ctxs[0].saved_tensors[0])
         result: tuple[torch.Tensor | None, Any, Any] = super().fuser_backward(  # type: ignore[misc]

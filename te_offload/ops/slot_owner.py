@@ -7,13 +7,14 @@ does not; parameters and state-dict keys are those of the `te.ops` class. Does n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from te_offload.errors import ArgumentTypeError
 from te_offload.ops import te_adapter
-from te_offload.slots import SavedSlot, SlotObserver
+from te_offload.slots import SavedSlot, SlotHandle, SlotObserver, Watch
 
 
 class SlotOwner:
@@ -43,21 +44,24 @@ class SlotOwner:
         else:
             self._slot_observer = observer
 
-    def is_watched(self) -> bool:
-        """Whether anyone will see the saved tensors of a forward that runs now: an observer, or a saved-tensor hook."""
-        return self._slot_observer is not None or te_adapter.saved_tensor_hook_active()
+    def watch(self) -> Watch:
+        """How the saved tensors of a forward that runs now are followed: by the observer, or by anyone's hooks."""
+        observer = self._slot_observer
+        watch = Watch.NOT if observer is None else observer.watch()
+        if watch is Watch.NOT and te_adapter.saved_tensor_hook_active():
+            return Watch.HOOKS
+        return watch
 
-    def hooks_are_observers(self) -> bool:
-        """Whether the observer's own hook is the only one that will see what a forward saves that runs now."""
-        return self._slot_observer is not None and self._slot_observer.takes_all()
-
-    def declare_slot(self, saved: SavedSlot | None) -> None:
-        """Mark what was saved, and tell the observer. ``None``: this forward saved nothing for a backward."""
-        if saved is None:
-            return
+    def declare_slot(self, saved: SavedSlot) -> None:
+        """Mark what was saved, and tell the observer; the tensors pass the saved-tensor hooks afterwards."""
         te_adapter.mark_exempt_and_kept(saved, keep_input=self.no_offload_activation)
         if self._slot_observer is not None:
-            self._slot_observer.slot_saved(self, saved)  # type: ignore[arg-type]
+            self._slot_observer.slot_saved(self, saved, take=False)  # type: ignore[arg-type]
+
+    def hand_over(self, saved: SavedSlot) -> SlotHandle | None:
+        """Give the slot's buffers to the observer, which takes (`Watch.TAKES`); ``None`` if the slot was not saved."""
+        assert self._slot_observer is not None
+        return self._slot_observer.slot_saved(self, saved, take=True)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """The keyword, beside what the `te.ops` class shows."""
@@ -70,3 +74,22 @@ class SlotOwner:
         state = dict(self.__dict__)
         state.pop("_slot_observer", None)
         return state
+
+
+def declare_slots(ops: Sequence[Any], layout: te_adapter.Layout | None) -> None:
+    """Tell of the slots that a forward saved, one an op; or hand them over, if the layout was read to be taken.
+
+    Args:
+        ops: `SlotOwner` ops, or plain ones of `te.ops` among them, whose weights stay all the same.
+        layout: what was read of their forward; ``None``: it saved nothing for a backward.
+    """
+    if layout is None:
+        return
+    if layout.taken:
+        layout.carry([op.hand_over(slot) for op, slot in zip(ops, layout.slots, strict=True)])
+        return
+    for op, slot in zip(ops, layout.slots, strict=True):
+        if isinstance(op, SlotOwner):
+            op.declare_slot(slot)
+        else:
+            te_adapter.mark_exempt_and_kept(slot, keep_input=False)

@@ -50,12 +50,12 @@ def test_no_offload_reaches_the_ops(tmp_path: Path) -> None:
 def test_wrong_gradient_bit_makes_the_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take = Saved.take
 
-    def flip(self: Saved) -> torch.Tensor:
+    def flip(self: Saved) -> list[torch.Tensor]:
         moved = self.cargo is not None
-        tensor = take(self)
-        if moved and tensor.is_floating_point() and self.entry.op.endswith("mlp.1"):
-            tensor.view(torch.uint8)[0, 0] ^= 1
-        return tensor
+        tensors = take(self)
+        if moved and tensors[0].is_floating_point() and self.entry.op.endswith("mlp.1"):
+            tensors[0].view(torch.uint8)[0, 0] ^= 1
+        return tensors
 
     monkeypatch.setattr(Saved, "take", flip)
     status, text = invoke("--out", str(tmp_path))

@@ -92,13 +92,13 @@ def test_weights_pass_no_hook_and_come_back_the_very_objects(monkeypatch: pytest
     te_on_cpu.unfused(monkeypatch, grouped=grouped)
     module = mlp()
     seen: list[Any] = []
-    bring = te_adapter.bring_exempt
+    bring = te_adapter.bring_carried
 
     def watch(op: Any, ctx: Any) -> None:
         bring(op, ctx)
         seen.extend(entry for entry in ctx.saved_tensors if isinstance(entry, torch.nn.Parameter))
 
-    monkeypatch.setattr(te_adapter, "bring_exempt", watch)
+    monkeypatch.setattr(te_adapter, "bring_carried", watch)
     with OffloadSession(module, min_bytes=0) as session, session.step():
         step(module, False)
     weights = {id(parameter) for parameter in module.parameters()}

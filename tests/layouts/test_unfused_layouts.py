@@ -14,7 +14,7 @@ from transformer_engine.pytorch.ops.op import OperationContext
 from te_offload import Fate, OffloadSession, Reason, SlotName
 from te_offload.errors import UnknownLayoutError
 from te_offload.ops import te_adapter
-from te_offload.slots import SavedSlot
+from te_offload.slots import SavedSlot, Watch
 from tests.support import te_on_cpu
 from tests.support.mlp import assert_same_bits, make_mlp, run
 
@@ -41,10 +41,11 @@ class Listener:
     def __init__(self) -> None:
         self.saved: list[SavedSlot] = []
 
-    def takes_all(self) -> bool:
-        return False
+    def watch(self) -> Watch:
+        return Watch.HOOKS
 
-    def slot_saved(self, op: torch.nn.Module, saved: SavedSlot) -> None:
+    def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> None:
+        assert not take
         self.saved.append(saved)
 
 

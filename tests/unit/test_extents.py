@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_offload.offload.extents import ALIGNMENT, SEGMENT, Span, find_runs, view_over
+from te_offload.offload.extents import ALIGNMENT, SEGMENT, Strip, find_runs, strips_of, view_over
+
+
+def strip(begin: int, end: int, storage_begin: int, storage: int) -> Strip:
+    size = torch.Size([end - begin])
+    return Strip(begin, end, storage_begin, frozenset([storage]), (0,), torch.uint8, (size,), (1,))
 
 
 @st.composite
@@ -21,7 +27,7 @@ def views(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 @settings(max_examples=200, deadline=None)
 def test_every_byte_of_a_view_is_in_one_run_and_runs_do_not_touch(chosen: list[tuple[int, int, int]]) -> None:
     base = torch.zeros(2000, dtype=torch.int32)
-    spans = [Span.of(base[start : start + size * step : step]) for start, size, step in chosen]
+    spans = [strips_of([base[start : start + size * step : step]])[0] for start, size, step in chosen]
     found = find_runs(spans, across_storages=False)
     for before, after in itertools.pairwise(found.runs):
         assert before.address + before.nbytes < after.address
@@ -40,7 +46,7 @@ def test_runs_hold_little_beside_the_views_and_covered_counts_each_byte_once(
     chosen: list[tuple[int, int, int]],
 ) -> None:
     base = torch.zeros(4000, dtype=torch.uint8)
-    spans = [Span.of(base[start : start + size]) for start, size, _ in chosen]
+    spans = strips_of([base[start : start + size] for start, size, _ in chosen])
     read = {byte for start, size, _ in chosen for byte in range(start, start + size)}
     found = find_runs(spans, across_storages=False)
     assert found.covered == len(read)
@@ -48,23 +54,70 @@ def test_runs_hold_little_beside_the_views_and_covered_counts_each_byte_once(
 
 
 def test_neighbours_of_two_storages_share_a_run_only_where_the_device_allows_it() -> None:
-    one, other = Span(10240, 11000, 10240, 1), Span(11264, 12288, 11264, 2)
+    one, other = strip(10240, 11000, 10240, 1), strip(11264, 12288, 11264, 2)
     assert len(find_runs([other, one], across_storages=True).runs) == 1
     assert len(find_runs([other, one], across_storages=False).runs) == 2
     assert find_runs([other, one], across_storages=True).covered == 760 + 1024
 
 
 def test_no_run_spans_two_segments_of_the_allocator() -> None:
-    one, other = Span(SEGMENT - 1024, SEGMENT, SEGMENT - 1024, 1), Span(SEGMENT, SEGMENT + 1024, SEGMENT, 2)
+    one, other = strip(SEGMENT - 1024, SEGMENT, SEGMENT - 1024, 1), strip(SEGMENT, SEGMENT + 1024, SEGMENT, 2)
     assert len(find_runs([one, other], across_storages=True).runs) == 2
-    inside = Span(SEGMENT - 512, SEGMENT + 512, SEGMENT - 1024, 1)  # one storage may: it is one allocation
+    inside = strip(SEGMENT - 512, SEGMENT + 512, SEGMENT - 1024, 1)  # one storage may: it is one allocation
     assert len(find_runs([one, inside], across_storages=True).runs) == 1
 
 
 def test_view_over_new_memory_reads_the_same_numbers() -> None:
     base = torch.arange(3000, dtype=torch.float32)
     view = base[700:2500].view(60, 30).t()[3:, ::2]
-    span = Span.of(view)
+    span = strips_of([view])[0]
     begin = span.begin - base.data_ptr()
     memory = base.view(torch.uint8)[begin : begin + span.end - span.begin].clone()
     assert torch.equal(view_over(memory, 0, view.dtype, view.shape, view.stride()), view)
+
+
+SHAPES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1, 4])), min_size=2, max_size=8)
+
+
+@given(SHAPES, st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_tensors_that_lie_side_by_side_come_back_from_their_strips_in_their_order(
+    shapes: list[tuple[int, int]], dtype: torch.dtype, random: Random
+) -> None:
+    counts = [rows * columns for rows, columns in shapes]
+    base = torch.arange(sum(counts) * dtype.itemsize + 3, dtype=torch.uint8)
+    whole = base[: sum(counts) * dtype.itemsize].view(dtype)
+    tensors = [part.view(shape) for part, shape in zip(whole.split(counts), shapes, strict=True)]
+    random.shuffle(tensors)
+    strips = strips_of(tensors)
+    full = [found for found in strips if found.begin != found.end]
+    assert len(full) == (1 if any(counts) else 0)
+    found: dict[int, torch.Tensor] = {}
+    for each in strips:
+        begin = each.begin - base.data_ptr()
+        memory = base[begin : each.end - base.data_ptr()].clone() if each in full else None
+        found.update(zip(each.members, each.views(memory, 0, base.device), strict=True))
+    assert sorted(found) == list(range(len(tensors)))
+    for index, tensor in enumerate(tensors):
+        assert found[index].shape == tensor.shape and found[index].dtype == dtype
+        assert torch.equal(found[index].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_strip_ends_where_the_dtype_changes_or_a_gap_begins() -> None:
+    base = torch.zeros(64, dtype=torch.uint8)
+    one, other, apart = base[:8], base[8:16].view(torch.float32), base[20:24]
+    assert [found.members for found in strips_of([one, other, apart])] == [[0], [1], [2]]
+    assert [found.members for found in strips_of([apart, base[8:16], one])] == [[2, 1], [0]]
+
+
+def test_strip_does_not_cross_from_one_segment_of_the_allocator_into_the_next() -> None:
+    base = torch.zeros(3 * SEGMENT, dtype=torch.uint8)
+    border = -base.data_ptr() % SEGMENT + SEGMENT
+    before, after = base[border - 512 : border], torch.empty(0, dtype=torch.uint8)
+    after.set_(
+        torch.frombuffer(memoryview(base.numpy().data)[border : border + 512], dtype=torch.uint8).untyped_storage()
+    )
+    after.resize_(512)
+    assert before.data_ptr() + 512 == after.data_ptr() and after.data_ptr() % SEGMENT == 0
+    assert len(strips_of([before, after])) == 2  # two storages: two allocations, perhaps
+    assert len(strips_of([before, base[border : border + 512]])) == 1

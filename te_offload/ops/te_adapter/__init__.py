@@ -12,6 +12,7 @@ from transformer_engine.pytorch.ops._common import (
 )
 from transformer_engine.pytorch.ops.op import OperationContext
 
+from te_offload.ops.te_adapter.carry import Layout, bring_carried, buffers_of
 from te_offload.ops.te_adapter.fusion import (
     GROUPED_LINEAR_GRAD_INPUT_KEY,
     GROUPED_LINEAR_OUTPUT_KEY,
@@ -25,7 +26,6 @@ from te_offload.ops.te_adapter.fusion import (
     fused_unary_activations,
     fused_unary_class,
     grouped_path_supported,
-    holds_saved_tensors,
     is_grouped_tensor,
     main_grad_of,
     put_together,
@@ -40,8 +40,6 @@ from te_offload.ops.te_adapter.fusion import (
 from te_offload.ops.te_adapter.layouts import (
     RELEASES,
     Release,
-    bring_exempt,
-    buffers_of,
     installed_version,
     read_activation,
     read_fused,
@@ -62,11 +60,12 @@ __all__ = [
     "GROUPED_LINEAR_OUTPUT_KEY",
     "RELEASES",
     "FusionFunction",
+    "Layout",
     "OffloadSwitch",
     "OperationContext",
     "Release",
     "accumulates_into_main_grad",
-    "bring_exempt",
+    "bring_carried",
     "buffers_of",
     "cublaslt_version",
     "dims_reason",
@@ -76,7 +75,6 @@ __all__ = [
     "fused_unary_activations",
     "fused_unary_class",
     "grouped_path_supported",
-    "holds_saved_tensors",
     "installed_version",
     "is_distributed_weight",
     "is_grouped_tensor",

@@ -25,11 +25,6 @@ GROUPED_LINEAR_OUTPUT_KEY: str = te_grouped_linear.OUTPUT_BUFFER_KEY
 GROUPED_LINEAR_GRAD_INPUT_KEY: str = te_grouped_linear.GRAD_INPUT_BUFFER_KEY
 
 
-def holds_saved_tensors(node: Any) -> bool | None:
-    """Whether a node of te.ops in the autograd graph can still run its backward; ``None`` for a node of others."""
-    return node.tensor_objects is not None if hasattr(node, "tensor_objects") else None
-
-
 def quantization_enabled() -> bool:
     """Whether the caller stands inside an enabled ``te.autocast``."""
     return bool(FP8GlobalStateManager.is_fp8_enabled())

@@ -1,6 +1,6 @@
 """The order in which the ops of Transformer Engine save tensors.
 
-In: ops of Transformer Engine and their contexts after a forward. Out: `SavedSlot` values. Keeps true: a release without a
+In: ops of Transformer Engine and their contexts after a forward. Out: `Layout` values. Keeps true: a release without a
 row in `RELEASES`, or a saved layout that does not look as its row says, raises before anything is offloaded; positions are
 counted from the end of the saved tuple and every entry's kind is checked on each forward. Does not: move bytes.
 
@@ -24,10 +24,17 @@ from typing import Any
 
 import torch
 from transformer_engine.pytorch.ops.op import OperationContext
-from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_saved
-from transformer_engine.pytorch.tensor import GroupedTensorStorage
 
-from te_offload.errors import SavedTensorModifiedError, UnknownLayoutError, UnsupportedReleaseError
+from te_offload.errors import UnknownLayoutError, UnsupportedReleaseError
+from te_offload.ops.te_adapter.carry import (
+    METADATA_DTYPES,
+    PLAIN_TYPES,
+    STORAGES,
+    Layout,
+    Saved,
+    Taken,
+    buffers_of,
+)
 from te_offload.slots import SavedSlot, SaveState, SlotName
 
 # Releases ------------------------------------------------------------------------------------------------------------
@@ -81,18 +88,6 @@ def _release_of(version: str) -> Release:
 
 # Saved layouts -------------------------------------------------------------------------------------------------------
 
-Saved = Any  # torch.Tensor | QuantizedTensorStorage | GroupedTensorStorage | None: what a context's to_save may hold
-_STORAGES = (QuantizedTensorStorage, GroupedTensorStorage)
-_METADATA_DTYPES = (torch.int32, torch.int64)
-_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, type(None)}
-
-
-def buffers_of(*entries: Saved) -> tuple[torch.Tensor, ...]:
-    """The plain tensors of saved entries in the order in which they reach the hooks; quantized storages taken apart."""
-    buffers, shells = prepare_for_saving(*entries)
-    restore_from_saved(shells, buffers)  # prepare_for_saving empties a storage; this fills it again
-    return tuple(buffer for buffer in buffers if buffer is not None)
-
 
 def _layout_error(op: torch.nn.Module, path: str, saved: Sequence[Saved], expected: str) -> UnknownLayoutError:
     found = ", ".join(_describe(entry) for entry in saved[:16]) + (", ..." if len(saved) > 16 else "")
@@ -117,7 +112,7 @@ def _is_values(entry: Saved, *, none: bool) -> bool:
     """A high-precision tensor or a quantized storage; or None, where ``none`` allows it."""
     if entry is None:
         return none
-    if isinstance(entry, _STORAGES):
+    if isinstance(entry, STORAGES):
         return True
     return isinstance(entry, torch.Tensor) and entry.is_floating_point()
 
@@ -138,92 +133,57 @@ def _num_weights(linear: Any) -> int:
     return 1 if linear.single_grouped_weight else int(linear.num_groups)
 
 
-@dataclass(frozen=True)
-class _Carried:
-    """Entries kept on a context instead of among its saved tensors: places, and in-place versions of the tensors."""
-
-    places: range
-    entries: Sequence[Saved]
-    versions: list[int]
-
-
-def _carry(ctx: OperationContext, *groups: range) -> int:
-    """Take groups of exempt entries (metadata, router scales, weights) out of what an op saved, and keep them on its
-    context, so that they pass no hook; `bring_exempt` puts them back.
-
-    Returns:
-        bytes that were taken out, parameters not counted. The weights of one op have one shape and one type: in a group
-        of storages the first one's bytes count for all.
-    """
-    saved = list(ctx.to_save)
-    nbytes = 0
-    carried = []
-    for places in groups:
-        entries = saved[places.start : places.stop]
-        first = next((entry for entry in entries if entry is not None), None)
-        if isinstance(first, _STORAGES) and not isinstance(first, torch.Tensor):
-            nbytes += len(entries) * sum(buffer.nbytes for buffer in buffers_of(first))
-        elif not isinstance(first, torch.nn.Parameter):
-            nbytes += sum(entry.nbytes for entry in entries if entry is not None)
-        saved[places.start : places.stop] = [None] * len(places)
-        carried.append(_Carried(places, entries, _versions_of(entries)))
-    ctx.to_save = tuple(saved)
-    ctx.te_offload_carried = carried
-    return nbytes
-
-
-def _versions_of(entries: Sequence[Saved]) -> list[int]:
-    """What autograd would compare: the in-place versions of tensors; -1 for storages and inference tensors."""
-    try:
-        return [entry._version for entry in entries]
-    except (AttributeError, RuntimeError):
-        tensors = [isinstance(entry, torch.Tensor) and not entry.is_inference() for entry in entries]
-        return [entry._version if tensor else -1 for entry, tensor in zip(entries, tensors, strict=True)]
-
-
-def bring_exempt(op: torch.nn.Module, ctx: OperationContext) -> None:
-    """Put back what a reader below took out of the saved tensors (``carry=True``), if it did.
-
-    Raises:
-        SavedTensorModifiedError: one was written to since the forward.
-    """
-    groups = ctx.__dict__.pop("te_offload_carried", None)
-    if groups is None:
-        return
-    saved = list(ctx.saved_tensors)
-    for carried in groups:
-        if _versions_of(carried.entries) != carried.versions:
-            raise SavedTensorModifiedError(
-                f"{type(op).__name__}: a weight, the router scales or the split sizes were written to in place between the "
-                "forward and its backward, so gradients would be wrong. Call optimizer.step() after the backward."
-            )
-        saved[carried.places.start : carried.places.stop] = carried.entries
-    ctx.saved_tensors = saved
-
-
-def _slot(
-    name: SlotName | None, entries: Sequence[Saved], exempt: Sequence[Saved], *, absent: SaveState, carried: int = 0
-) -> SavedSlot:
+def _slot(name: SlotName | None, entries: Sequence[Saved], exempt: Sequence[Saved], *, absent: SaveState) -> SavedSlot:
     parts = _parts_of(entries)
-    metadata = [part for part in parts if part.dtype in _METADATA_DTYPES]  # first_dims, offsets of grouped storages
-    buffers = [part for part in parts if part.dtype not in _METADATA_DTYPES] if metadata else parts
+    metadata = [part for part in parts if part.dtype in METADATA_DTYPES]  # first_dims, offsets of grouped storages
+    buffers = [part for part in parts if part.dtype not in METADATA_DTYPES] if metadata else parts
     state = SaveState.SAVED if any(entry is not None for entry in entries) else absent
-    return SavedSlot(name, state, tuple(buffers), (*_parts_of(exempt), *metadata), carried)
+    return SavedSlot(name, state, tuple(buffers), (*_parts_of(exempt), *metadata))
 
 
 def _parts_of(entries: Sequence[Saved]) -> Sequence[torch.Tensor]:
     """`buffers_of`, without its work where there is no storage to take apart."""
-    if set(map(type, entries)) <= _PLAIN_TYPES:
+    if set(map(type, entries)) <= PLAIN_TYPES:
         return [entry for entry in entries if entry is not None]
     return buffers_of(*entries)
 
 
-def read_grouped_linear(op: Any, ctx: OperationContext, *, carry: bool = False) -> SavedSlot | None:
+_Group = tuple[SlotName | None, range, Sequence[range], SaveState]  # a slot: name, entries, its exempt ones, if absent
+
+
+def _layout(ctx: OperationContext, groups: Sequence[_Group], *, take: bool) -> Layout:
+    saved = ctx.to_save
+    assert saved is not None
+    exempt = [places for _, _, groups_of_slot, _ in groups for places in groups_of_slot]
+    if not take:
+        layout = Layout(ctx, exempt, None)
+        layout.slots = tuple(
+            _slot(
+                name,
+                saved[places.start : places.stop],
+                [entry for group in groups_of_slot for entry in saved[group.start : group.stop]],
+                absent=absent,
+            )
+            for name, places, groups_of_slot, absent in groups
+        )
+        return layout
+    taken = [Taken(places, saved[places.start : places.stop]) for _, places, _, _ in groups]
+    layout = Layout(ctx, exempt, taken)
+    nbytes = layout.carried_bytes()
+    slots = []
+    for (name, _, _, absent), part in zip(groups, taken, strict=True):
+        slots.append(SavedSlot(name, SaveState.SAVED if part.buffers else absent, part.buffers, (), nbytes))
+        nbytes = 0
+    layout.slots = tuple(slots)
+    return layout
+
+
+def read_grouped_linear(op: Any, ctx: OperationContext, *, take: bool = False) -> Layout | None:
     """The slot of an unfused GroupedLinear after its forward, or ``None`` if no backward needs anything.
 
     Args:
         op, ctx: the op and its context.
-        carry: keep what is exempt on the context, past the saved-tensor hooks, until `bring_exempt`.
+        take: someone will take the slot, so that all of it passes no hook; `Layout.carry` has to follow.
 
     Raises:
         UnknownLayoutError: the saved tuple is not the one of Note [Saved layouts].
@@ -249,14 +209,12 @@ def read_grouped_linear(op: Any, ctx: OperationContext, *, carry: bool = False) 
         metadata = release.unfused_metadata
         expected = f"{metadata} of metadata, {scales} of router scales, {inputs} of input, {weights} of weights"
         raise _layout_error(op, path, saved, expected)
-    if carry:
-        carried = _carry(ctx, range(end_of_scales), range(end_of_input, len(saved)))
-        return _slot(None, saved[end_of_scales:end_of_input], (), absent=SaveState.NOT_SAVED, carried=carried)
-    exempt = [*saved[:end_of_scales], *saved[end_of_input:]]
-    return _slot(None, saved[end_of_scales:end_of_input], exempt, absent=SaveState.NOT_SAVED)
+    exempt = (range(end_of_scales), range(end_of_input, len(saved)))
+    group = (None, range(end_of_scales, end_of_input), exempt, SaveState.NOT_SAVED)
+    return _layout(ctx, (group,), take=take)
 
 
-def read_activation(op: Any, ctx: OperationContext, *, carry: bool = False) -> SavedSlot | None:
+def read_activation(op: Any, ctx: OperationContext, *, take: bool = False) -> Layout | None:
     """The slot of an unfused scaled activation after its forward, or ``None`` if no backward needs anything.
 
     Raises:
@@ -268,19 +226,15 @@ def read_activation(op: Any, ctx: OperationContext, *, carry: bool = False) -> S
     require_supported_release()
     if len(saved) != 2 or not _is_values(saved[0], none=False) or not _is_scales(saved[1]):
         raise _layout_error(op, "unfused", saved, "1 input, 1 of router scales")
-    if carry:
-        return _slot(SlotName.ACT_INPUT, saved[:1], (), absent=SaveState.NOT_SAVED, carried=_carry(ctx, range(1, 2)))
-    return _slot(SlotName.ACT_INPUT, saved[:1], saved[1:], absent=SaveState.NOT_SAVED)
+    return _layout(ctx, ((SlotName.ACT_INPUT, range(1), (range(1, 2),), SaveState.NOT_SAVED),), take=take)
 
 
-def read_fused(
-    basic_ops: Sequence[Any], ctxs: Sequence[OperationContext], *, carry: bool = False
-) -> tuple[SavedSlot, SavedSlot, SavedSlot] | None:
+def read_fused(basic_ops: Sequence[Any], ctxs: Sequence[OperationContext], *, take: bool = False) -> Layout | None:
     """The slots of FC1, activation and FC2 after a forward of the Blackwell fused op, or ``None`` if nothing was saved.
 
     Args:
         basic_ops, ctxs: the three ops and their contexts.
-        carry: as in `read_grouped_linear`; on the context of FC1.
+        take: as in `read_grouped_linear`; on the context of FC1.
 
     Raises:
         UnknownLayoutError: the saved tuple is not the one of Note [Saved layouts].
@@ -315,24 +269,20 @@ def read_fused(
     if not kinds_ok:
         raise _layout_error(fc1, "Blackwell fused", saved, expected)
     rebuilt = bool(getattr(ctxs[2], "recompute_input_from_dsrelu", False))
-    at_end = len(saved)
-    exempt = [range(at_fc1_input), range(at_weights1, at_act_input), range(at_scales, at_fc2_input)]
-    exempt.append(range(at_fc2_input + 1, at_end))
-    carried = _carry(ctxs[0], *exempt) if carry else 0
-    metadata, weights_of_fc1, scales, weights_of_fc2 = (() if carry else saved[g.start : g.stop] for g in exempt)
-    return (
-        _slot(
+    not_saved = SaveState.NOT_SAVED
+    groups: tuple[_Group, ...] = (
+        (
             SlotName.FC1_INPUT,
-            saved[at_fc1_input:at_weights1],
-            [*metadata, *weights_of_fc1],
-            absent=SaveState.NOT_SAVED,
-            carried=carried,
+            range(at_fc1_input, at_weights1),
+            (range(at_fc1_input), range(at_weights1, at_act_input)),
+            not_saved,
         ),
-        _slot(SlotName.ACT_INPUT, saved[at_act_input:at_scales], scales, absent=SaveState.NOT_SAVED),
-        _slot(
+        (SlotName.ACT_INPUT, range(at_act_input, at_scales), (range(at_scales, at_fc2_input),), not_saved),
+        (
             SlotName.FC2_INPUT,
-            saved[at_fc2_input : at_fc2_input + 1],
-            weights_of_fc2,
-            absent=SaveState.RECOMPUTED if rebuilt else SaveState.NOT_SAVED,
+            range(at_fc2_input, at_fc2_input + 1),
+            (range(at_fc2_input + 1, len(saved)),),
+            SaveState.RECOMPUTED if rebuilt else not_saved,
         ),
     )
+    return _layout(ctxs[0], groups, take=take)
