@@ -2,14 +2,18 @@
 
     ./run benchmarks.host_time [--device cpu] [--json FILE]
 
-A layer here is an autograd function that saves some tensors, in one region, and does next to nothing else; its forward
-and backward are timed with and without a session around it, over many layers, without a synchronization in between.
-Medians over the rounds, with and without by turns, in microseconds of the host for forward and backward together.
+A layer here is an autograd function that saves tensors in some slots and does next to nothing else; its forward and
+backward are timed with and without a session around it, over many layers, without a synchronization in between. A slot is
+what an op of te_offload hands over (``op``: the parts of one buffer, as split sizes cut it), or what a region saves
+through autograd's hooks (``region``: a buffer each). The time of a slot is the difference between layers of four slots and
+of one, divided by three; that of a layer is the rest. Medians over the rounds, with and without by turns, in microseconds
+of the host for forward and backward together.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import statistics
@@ -20,9 +24,11 @@ from typing import Any
 import torch
 
 from te_offload import OffloadSession
+from te_offload.ops.slot_owner import SlotOwner
+from te_offload.slots import SavedSlot, SaveState, Watch
 
 LAYERS = 32
-COUNTS = (1, 2, 4, 16, 64)
+TENSORS = 64
 
 
 class _Save(torch.autograd.Function):
@@ -37,25 +43,59 @@ class _Save(torch.autograd.Function):
         return grad, *([None] * len(saved))
 
 
-class Saver(torch.nn.Module):
-    """Saves tensors for its backward, in a region or not."""
+class _HandOver(torch.autograd.Function):
+    """What an op of te_offload does with its slot, without Transformer Engine around it."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: SlotOp, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        ctx.handle = None
+        if op.watch() is Watch.TAKES:
+            ctx.handle = op.hand_over(SavedSlot(None, SaveState.SAVED, tensors, ()))
+        else:
+            ctx.save_for_backward(*tensors)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        saved = ctx.saved_tensors if ctx.handle is None else ctx.handle.take()
+        assert len(saved)
+        return grad, None, None
+
+
+class SlotOp(SlotOwner, torch.nn.Module):
+    """An op with one slot."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
-        self.anchor = torch.nn.Parameter(torch.zeros(1, device=tensors[0].device))
         self.tensors = tensors
-        self.session: OffloadSession | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.session is None:
-            y: torch.Tensor = _Save.apply(x, *self.tensors)  # type: ignore[no-untyped-call]
-            return y
-        with self.session.region("saved"):
-            y = _Save.apply(x, *self.tensors)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _HandOver.apply(x, self, self.tensors)  # type: ignore[no-untyped-call]
         return y
 
 
-def run(layers: list[Saver], x: torch.Tensor) -> float:
+class Layer(torch.nn.Module):
+    """Some slots, of ops or of regions."""
+
+    def __init__(self, slots: list[tuple[torch.Tensor, ...]], *, regions: bool) -> None:
+        super().__init__()
+        self.anchor = torch.nn.Parameter(torch.zeros(1, device=slots[0][0].device))
+        self.slots = slots
+        self.ops = None if regions else torch.nn.ModuleList([SlotOp(tensors) for tensors in slots])
+        self.session: OffloadSession | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.ops is not None:
+            for op in self.ops:
+                x = op(x)
+            return x
+        for number, tensors in enumerate(self.slots):
+            with contextlib.nullcontext() if self.session is None else self.session.region(str(number)):
+                x = _Save.apply(x, *tensors)  # type: ignore[no-untyped-call]
+        return x
+
+
+def run(layers: list[Layer], x: torch.Tensor) -> float:
     """Microseconds of the host for one forward and backward of a layer."""
     start = time.perf_counter()
     y = x
@@ -65,11 +105,20 @@ def run(layers: list[Saver], x: torch.Tensor) -> float:
     return 1e6 * (time.perf_counter() - start) / len(layers)
 
 
-def measure(device: torch.device, count: int, nbytes: int, rounds: int, min_bytes: int) -> float:
-    """Microseconds that a session adds to a layer whose one slot has ``count`` tensors."""
-    layers = [
-        Saver([torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]) for _ in range(LAYERS)
-    ]
+def slots_of(device: torch.device, slots: int, count: int, nbytes: int, *, regions: bool) -> list[Any]:
+    """Tensors of the slots of a layer: parts of one buffer, or a buffer each."""
+    if regions:
+        return [
+            tuple(torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)) for _ in range(slots)
+        ]
+    return [torch.empty(nbytes * count, dtype=torch.uint8, device=device).split(nbytes) for _ in range(slots)]
+
+
+def measure(
+    device: torch.device, slots: int, count: int, nbytes: int, rounds: int, min_bytes: int, *, regions: bool
+) -> float:
+    """Microseconds that a session adds to a layer with so many slots of ``count`` tensors."""
+    layers = [Layer(slots_of(device, slots, count, nbytes, regions=regions), regions=regions) for _ in range(LAYERS)]
     x = torch.zeros(1, device=device, requires_grad=True)
     session = OffloadSession(layers, min_bytes=min_bytes, max_in_flight="16GiB")
     without, with_session = [], []
@@ -102,25 +151,45 @@ def main() -> None:
     """Run, print a table, write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--nbytes", type=int, default=65536, help="of each tensor")
+    parser.add_argument("--nbytes", type=int, default=131072, help="of each slot of an op")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     place = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
     rows = []
-    for title, min_bytes in (("offloaded", 0), ("kept, too small", 1 << 40)):
-        times = [measure(device, count, arguments.nbytes, arguments.rounds, min_bytes) for count in COUNTS]
-        further = (times[-1] - times[0]) / (COUNTS[-1] - COUNTS[0])
-        rows.append({"slot": title, "us": dict(zip(COUNTS, times, strict=True)), "us_per_further_tensor": further})
-    print(f"Host time that a session adds to a layer with one slot, {place}, torch {torch.__version__}; us\n")
-    print(f"| slot | {' | '.join(f'{count} tensors' for count in COUNTS)} | each further tensor |")
-    print("|---" * (len(COUNTS) + 2) + "|")
+    for regions in (False, True):
+        for fate, min_bytes in (("offloaded", 0), ("kept, too small", 1 << 40)):
+            one, four, many = (
+                measure(
+                    device,
+                    slots,
+                    count,
+                    arguments.nbytes // count if not regions else 2048,
+                    arguments.rounds,
+                    min_bytes,
+                    regions=regions,
+                )
+                for slots, count in ((1, 1), (4, 1), (1, TENSORS))
+            )
+            each = (four - one) / 3
+            rows.append(
+                {
+                    "slot": "region" if regions else "op",
+                    "fate": fate,
+                    "us_per_slot": each,
+                    "us_per_layer": one - each,
+                    "us_per_further_tensor": (many - one) / (TENSORS - 1),
+                }
+            )
+    print(f"Host time that a session adds, {place}, torch {torch.__version__}; us, forward and backward together\n")
+    print("| slots | fate | a slot of one tensor | each further tensor | a layer, beside its slots |")
+    print("|---|---|---|---|---|")
     for row in rows:
-        cells = " | ".join(f"{time:.1f}" for time in row["us"].values())  # type: ignore[attr-defined]
-        print(f"| {row['slot']} | {cells} | {row['us_per_further_tensor']:.2f} |")
+        cells = [f"{row[name]:.1f}" for name in ("us_per_slot", "us_per_further_tensor", "us_per_layer")]
+        print(f"| {row['slot']} | {row['fate']} | {' | '.join(cells)} |")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"schema": "1.0", "place": place, "rows": rows}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"schema": "2.0", "place": place, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

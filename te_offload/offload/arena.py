@@ -2,14 +2,15 @@
 
 In: ranges, and numbers of bytes. Out: `Block` values. Keeps true: blocks never overlap, begin and end at multiples of
 512 bytes from their range's begin, and lie in one range; as many bytes as are free can be taken, in several blocks where
-no gap is long enough; free neighbours are one gap again; a gap carries the copies that may still use its bytes, and so
+no gap is long enough, and free neighbours are one gap then; a gap carries the copies that may still use its bytes, and so
 does every block cut from it. Does not: own memory, or wait.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from te_offload.errors import StateError
 from te_offload.offload.extents import ALIGNMENT
@@ -21,8 +22,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Bytes ``begin`` to ``begin + nbytes``, as addresses.
 
     Attributes:
@@ -42,43 +42,55 @@ class Block:
 
 
 class Arena:
-    """Hands out blocks of the ranges that it was given."""
+    """Hands out blocks of the ranges that it was given.
+
+    A block that comes back waits, as it is, for a request of its own length: a step asks for what the step before asked
+    for. The first request that finds none has all of them joined to gaps.
+    """
 
     def __init__(self) -> None:
         self.nbytes = 0
         self.free_bytes = 0
-        self._free: list[Block] = []
+        self._gaps: list[Block] = []
+        self._given: dict[int, list[Block]] = {}  # by length; not joined to gaps yet
         self._taken: dict[int, Block] = {}
         self._ranges = 0
 
     def add(self, begin: int, nbytes: int) -> None:
         """One more range, free at first. ``nbytes``: a multiple of 512."""
-        self._free.append(Block(self._ranges, begin, nbytes))
+        self._gaps.append(Block(self._ranges, begin, nbytes))
         self._ranges += 1
         self.nbytes += nbytes
         self.free_bytes += nbytes
 
     def take(self, nbytes: int) -> list[Block] | None:
-        """Blocks of ``nbytes`` bytes together, rounded up to 512: one if a gap is long enough (the shortest such gap),
-        else the longest gaps. ``None`` if not so many bytes are free.
+        """Blocks of ``nbytes`` bytes together, rounded up to 512: one if a gap is long enough (the shortest such gap, or a
+        block of just this length), else the longest gaps. ``None`` if not so many bytes are free.
         """
         missing = aligned(nbytes)
+        given = self._given.get(missing)
+        if given:
+            block = given.pop()
+            self._taken[block.begin] = block
+            self.free_bytes -= missing
+            return [block]
         if missing > self.free_bytes:
             return None
+        self._join()
         blocks: list[Block] = []
         while missing:
-            gap = min((gap for gap in self._free if gap.nbytes >= missing), key=_length, default=None)
+            gap = min((gap for gap in self._gaps if gap.nbytes >= missing), key=_length, default=None)
             if gap is None:
-                gap = max(self._free, key=_length)
+                gap = max(self._gaps, key=_length)
             blocks.append(self._cut(gap, min(missing, gap.nbytes)))
             missing -= blocks[-1].nbytes
         return blocks
 
     def _cut(self, gap: Block, nbytes: int) -> Block:
-        pending = tuple(mark for mark in gap.pending if not mark.is_over())
-        position = self._free.index(gap)
+        pending = _unfinished(gap.pending)
+        position = self._gaps.index(gap)
         rest = Block(gap.range_id, gap.begin + nbytes, gap.nbytes - nbytes, pending)
-        self._free[position : position + 1] = [rest] if rest.nbytes else []
+        self._gaps[position : position + 1] = [rest] if rest.nbytes else []
         block = Block(gap.range_id, gap.begin, nbytes, pending)
         self._taken[block.begin] = block
         self.free_bytes -= nbytes
@@ -92,22 +104,39 @@ class Arena:
         """
         pending = tuple(uses)
         for block in blocks:
-            if self._taken.pop(block.begin, None) is not block:
-                raise StateError(f"A block of {block.nbytes} bytes at {block.begin:#x} was given back, but is not out.")
-            self.free_bytes += block.nbytes
-            gap = Block(block.range_id, block.begin, block.nbytes, pending)
-            sides = [g for g in self._free if g.range_id == gap.range_id and gap.begin in (g.end, g.begin - gap.nbytes)]
-            for side in sides:
-                self._free.remove(side)
-                begin, end = min(side.begin, gap.begin), max(side.end, gap.end)
-                both = tuple(mark for mark in (*side.pending, *gap.pending) if not mark.is_over())
-                gap = Block(gap.range_id, begin, end - begin, both)
-            self._free.append(gap)
+            range_id, begin, nbytes, _ = block
+            if self._taken.pop(begin, None) is not block:
+                raise StateError(f"A block of {nbytes} bytes at {begin:#x} was given back, but is not out.")
+            self.free_bytes += nbytes
+            self._given.setdefault(nbytes, []).append(Block(range_id, begin, nbytes, pending))
+
+    def _join(self) -> None:
+        """Join the blocks that came back to gaps, free neighbours to one."""
+        if not self._given:
+            return
+        joined: list[Block] = []
+        for block in sorted([*self._gaps, *itertools.chain(*self._given.values())], key=_place):
+            last = joined[-1] if joined else None
+            if last is not None and last.range_id == block.range_id and last.end == block.begin:
+                pending = _unfinished((*last.pending, *block.pending))
+                joined[-1] = Block(last.range_id, last.begin, last.nbytes + block.nbytes, pending)
+            else:
+                joined.append(block)
+        self._gaps = joined
+        self._given = {}
 
     def pending(self) -> list[Mark]:
         """All copies that may still use free bytes."""
-        return [mark for gap in self._free for mark in gap.pending]
+        return [mark for gap in (*self._gaps, *itertools.chain(*self._given.values())) for mark in gap.pending]
+
+
+def _unfinished(marks: Iterable[Mark]) -> tuple[Mark, ...]:
+    return tuple([mark for mark in marks if not mark.is_over()])
 
 
 def _length(block: Block) -> int:
     return block.nbytes
+
+
+def _place(block: Block) -> tuple[int, int]:
+    return block.range_id, block.begin

@@ -18,6 +18,7 @@ from te_offload.slots import SavedSlot, SlotHandle, SlotName, Watch, slot_title
 
 if TYPE_CHECKING:
     from te_offload.offload.session import OffloadSession
+    from te_offload.offload.visit import LayerVisit
 
 
 class _ForwardHook:
@@ -57,6 +58,10 @@ class Attachment:
         owners: its ops that own slots: name inside the layer, op, name of the slot.
         session: who is called.
 
+    Attributes:
+        visit: the forward of the layer that runs now, unless another layer's runs inside it.
+        forwards: of the layer in this step.
+
     Raises:
         ArgumentError: the layer is attached already.
     """
@@ -77,6 +82,7 @@ class Attachment:
         self.module = module
         self.session: weakref.ref[OffloadSession] = session
         self.forwards = 0
+        self.visit: LayerVisit | None = None
         self.slot_names = frozenset(slot_title(name, op_name, slot) for op_name, _, slot in owners)
         self._owners = {id(op): (op_name, op, slot) for op_name, op, slot in owners}
         self._handles = [
@@ -88,14 +94,12 @@ class Attachment:
 
     def watch(self) -> Watch:
         """See `SlotObserver.watch`."""
-        session = self.session()
-        visit = session.visit_of(self) if session is not None else None
+        visit = self.visit
         return Watch.NOT if visit is None else visit.watch()
 
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> SlotHandle | None:
         """See `SlotObserver.slot_saved`."""
-        session = self.session()
-        visit = session.visit_of(self) if session is not None else None
+        visit = self.visit
         if visit is None:
             return None
         op_name, owner, slot = self._owners[id(op)]

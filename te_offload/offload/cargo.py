@@ -27,16 +27,26 @@ class Lot:
     """Some runs that share one allocation when they are back on the device.
 
     Attributes:
-        nbytes: length of the allocation. memory: the allocation (uint8) while the cargo holds it.
-        untaken: tensors in it that have not been handed over.
+        nbytes: length of the allocation. memory: the allocation while the cargo holds it.
+        shape: size, stride and dtype of the allocation, where one tensor is all of it; ``None``: bytes.
+        untaken: handles with bytes in it that have not handed their tensors over.
     """
 
-    __slots__ = ("memory", "nbytes", "untaken")
+    __slots__ = ("memory", "nbytes", "shape", "untaken")
 
     def __init__(self) -> None:
         self.nbytes = 0
         self.memory: torch.Tensor | None = None
+        self.shape: tuple[Sequence[int], Sequence[int], torch.dtype] | None = None
         self.untaken = 0
+
+    def allocate(self, device: torch.device) -> None:
+        """Take device memory."""
+        if self.shape is None:
+            self.memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        else:
+            size, stride, dtype = self.shape
+            self.memory = torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 class Hold:
@@ -82,15 +92,16 @@ class Cargo:
         self.places: list[tuple[Lot, int]] = []
         self.copied = 0
         if runs:
-            self.copied = sum([run.nbytes for run in runs])
             self._assign_lots()
 
     def _assign_lots(self) -> None:
         if len(self.runs) == 1:
-            lot, lead = Lot(), self.runs[0].address % ALIGNMENT
+            address, self.copied = self.runs[0]
+            lot, lead = Lot(), address % ALIGNMENT
             lot.nbytes = lead + self.copied
             self.lots, self.places = [lot], [(lot, lead)]
             return
+        self.copied = sum([run.nbytes for run in self.runs])
         shared: Lot | None = None
         for run in self.runs:
             if run.nbytes >= OWN_LOT:
@@ -109,7 +120,9 @@ class Cargo:
         Raises:
             StateError: there is no such edge.
         """
-        self.state = change(self, self.state, to)
+        if to not in self.state.following:
+            change(self, self.state, to)
+        self.state = to
 
     def __str__(self) -> str:
         return f"{self.name}, {self.nbytes} bytes,"
@@ -117,11 +130,15 @@ class Cargo:
     def pieces_out(self) -> list[Piece]:
         """What is copied to the host: the runs, cut where the lease is."""
         assert self.lease is not None
-        return cut([(run.address, run.nbytes) for run in self.runs], self.lease.pieces)
+        return cut(self.runs, self.lease.pieces)
 
     def pieces_back(self) -> list[Piece]:
         """What is copied back, into the lots' memory."""
         assert self.lease is not None
+        if len(self.runs) == 1 and len(self.lease.pieces) == 1:
+            lot, begin = self.places[0]
+            assert lot.memory is not None
+            return [(self.lease.pieces[0][0], lot.memory.data_ptr() + begin, self.copied)]
         targets = []
         for run, (lot, begin) in zip(self.runs, self.places, strict=True):
             assert lot.memory is not None
@@ -129,7 +146,7 @@ class Cargo:
         return [(host, device, nbytes) for device, host, nbytes in cut(targets, self.lease.pieces)]
 
 
-def cut(ranges: list[tuple[int, int]], others: tuple[tuple[int, int], ...]) -> list[Piece]:
+def cut(ranges: Sequence[tuple[int, int]], others: tuple[tuple[int, int], ...]) -> list[Piece]:
     """Ranges (address, bytes) laid one behind the other into other ranges, as pieces that cross no border of either."""
     if len(others) == 1:
         if len(ranges) == 1:

@@ -97,10 +97,10 @@ class Shipment:
 
     def load(self) -> list[Saved]:
         """Let the handles go with the cargo; those that do. The others have no elements."""
-        places = iter(self.runs.places)
+        places, alone = iter(self.runs.places), len(self.runs.places) == 1
         going = []
         for handle, strips in zip(self.handles, self.strips, strict=True):
-            if handle.go_with(self.cargo, [(strip, next(places)) for strip in strips]):
+            if handle.go_with(self.cargo, [(strip, next(places)) for strip in strips], alone=alone):
                 going.append(handle)
             else:
                 handle.let_go()  # it would hold a storage for nothing

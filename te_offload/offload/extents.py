@@ -46,14 +46,30 @@ class Strip(NamedTuple):
             return [torch.empty_strided(size, stride, dtype=self.dtype, device=device) for size, stride in pairs]
         if self.stride is not None:
             return [view_over(memory, offset, self.dtype, sizes[0], self.stride)]
-        row = sizes[0][1:]
-        if {size[1:] for size in sizes} == {row}:
-            rows = [size[0] for size in sizes]
-            whole = view_over(memory, offset, self.dtype, (sum(rows), *row), (row.numel(), *_strides(row)))
-            return list(whole.split_with_sizes(rows))
-        counts = [size.numel() for size in sizes]
-        flat = view_over(memory, offset, self.dtype, (sum(counts),), (1,)).split_with_sizes(counts)
-        return [part.view(size) for part, size in zip(flat, sizes, strict=True)]
+        size, stride = self._whole()
+        return self.cut(view_over(memory, offset, self.dtype, size, stride))
+
+    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of ``whole``, which has the `shape`."""
+        if self.stride is not None:
+            return [whole]
+        if whole.ndim == len(self.sizes[0]) and whole.shape[1:] == self.sizes[0][1:]:
+            return list(whole.split_with_sizes([size[0] for size in self.sizes]))
+        flat = whole.split_with_sizes([size.numel() for size in self.sizes])
+        return [part.view(size) for part, size in zip(flat, self.sizes, strict=True)]
+
+    def shape(self) -> tuple[Sequence[int], Sequence[int], torch.dtype] | None:
+        """Size, stride and dtype of one tensor that has just these bytes; ``None`` if there is none."""
+        if self.stride is None:
+            return (*self._whole(), self.dtype)
+        dense = self.sizes[0].numel() * self.dtype.itemsize == self.end - self.begin
+        return (self.sizes[0], self.stride, self.dtype) if dense else None
+
+    def _whole(self) -> tuple[Sequence[int], Sequence[int]]:
+        row = self.sizes[0][1:]
+        if {size[1:] for size in self.sizes} == {row}:
+            return (sum([size[0] for size in self.sizes]), *row), (row.numel(), *_strides(row))
+        return (sum([size.numel() for size in self.sizes]),), (1,)
 
 
 def _strides(size: Sequence[int]) -> tuple[int, ...]:

@@ -63,12 +63,20 @@ class Lease:
         pending: copies that may still use the memory; what is done with it must come after these.
     """
 
+    __slots__ = ("_blocks", "_pool", "nbytes", "pending", "pieces")
+
     def __init__(self, pool: HostPool, blocks: list[Block]) -> None:
-        self.nbytes = sum(block.nbytes for block in blocks)
-        self.pieces = tuple((block.begin, block.nbytes) for block in blocks)
-        self.pending = tuple(mark for block in blocks for mark in block.pending)
         self._pool = pool
         self._blocks: list[Block] | None = blocks
+        self.pieces: tuple[tuple[int, int], ...]
+        self.pending: tuple[Mark, ...]
+        if len(blocks) == 1:
+            _, begin, self.nbytes, self.pending = blocks[0]
+            self.pieces = ((begin, self.nbytes),)
+        else:
+            self.nbytes = sum([block.nbytes for block in blocks])
+            self.pieces = tuple([(block.begin, block.nbytes) for block in blocks])
+            self.pending = tuple([mark for block in blocks for mark in block.pending])
 
     def release(self, uses: Iterable[Mark] = ()) -> None:
         """Give the bytes back. ``uses``: copies that may still use them.
@@ -132,14 +140,16 @@ class HostPool:
         """
         if nbytes <= 0:
             raise StateError(f"Host pool: {nbytes} bytes were asked for.")
-        missing = aligned(nbytes) - self._arena.free_bytes
-        if missing > 0 and not self.reserve(missing):
-            return None
         blocks = self._arena.take(nbytes)
-        assert blocks is not None
+        if blocks is None:
+            if not self.reserve(aligned(nbytes) - self._arena.free_bytes):
+                return None
+            blocks = self._arena.take(nbytes)
+            assert blocks is not None
         lease = Lease(self, blocks)
         self.live_bytes += lease.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
         return lease
 
     def reserve(self, nbytes: int) -> bool:

@@ -9,6 +9,8 @@ cargo. Does not: choose what moves, or when it comes back (returns.py does).
 from __future__ import annotations
 
 import collections
+import contextlib
+import os
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +20,8 @@ from te_offload.offload.host_pool import HostPool
 from te_offload.offload.saved import Saved
 from te_offload.offload.states import SlotState
 from te_offload.offload.transfer import Mark, Transfer
+
+_NO_RANGE = contextlib.nullcontext()
 
 
 class Counts:
@@ -54,7 +58,9 @@ class Mover:
         self.counts = Counts()
         self.in_flight = 0
         self._leaving: collections.deque[Cargo] = collections.deque()
-        self._ranges = device.type == "cuda"  # NVTX ranges, named by the slot, around what queues its copies
+        # NVTX ranges, named by the slot, around what queues its copies. NVTX itself looks at this variable, which profilers
+        # set, and does nothing without it.
+        self._ranges = device.type == "cuda" and "NVTX_INJECTION64_PATH" in os.environ
 
     def keep(self, cargo: Cargo) -> None:
         """The cargo stays on the device."""
@@ -65,18 +71,20 @@ class Mover:
         """Start the copy out of a cargo, whose lease and whose `ready` mark are there."""
         assert cargo.lease is not None and cargo.ready is not None
         cargo.sources = [tensor for user in users for tensor in user.tensors or ()]
-        if self._ranges:
-            torch.cuda.nvtx.range_push(f"{cargo.name} out")
-        cargo.out = self.transfer.copy_out(cargo.pieces_out(), (cargo.ready, *cargo.lease.pending))
-        if self._ranges:
-            torch.cuda.nvtx.range_pop()
+        with self._range(cargo, "out"):
+            cargo.out = self.transfer.copy_out(cargo.pieces_out(), (cargo.ready, *cargo.lease.pending))
         cargo.move(SlotState.LEAVING)
         self._count(cargo)
         self._leaving.append(cargo)
         self.in_flight += cargo.copied
-        self.counts.peak_in_flight = max(self.counts.peak_in_flight, self.in_flight)
-        self.counts.bytes_out += cargo.copied
-        self.counts.copies_out += len(cargo.runs)
+        counts = self.counts
+        if self.in_flight > counts.peak_in_flight:
+            counts.peak_in_flight = self.in_flight
+        counts.bytes_out += cargo.copied
+        counts.copies_out += len(cargo.runs)
+
+    def _range(self, cargo: Cargo, way: str) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.nvtx.range(f"{cargo.name} {way}") if self._ranges else _NO_RANGE
 
     def settle(self) -> None:
         """Let go of device memory whose copy out is over, or must be waited for to stay within the bound."""
@@ -136,12 +144,9 @@ class Mover:
             return
         assert cargo.out is not None
         for lot in cargo.lots:
-            lot.memory = torch.empty(lot.nbytes, dtype=torch.uint8, device=self.device)
-        if self._ranges:
-            torch.cuda.nvtx.range_push(f"{cargo.name} back")
-        cargo.back = self.transfer.copy_back(cargo.pieces_back(), (cargo.out.ended, free))
-        if self._ranges:
-            torch.cuda.nvtx.range_pop()
+            lot.allocate(self.device)
+        with self._range(cargo, "back"):
+            cargo.back = self.transfer.copy_back(cargo.pieces_back(), (cargo.out.ended, free))
         cargo.move(SlotState.RETURNING)
         self._count(cargo)
         self.note("coming back")

@@ -63,7 +63,8 @@ class Returns:
         self._ahead -= visit.ahead
         visit.ahead = 0
         for cargo in reversed(visit.cargos):
-            self._mover.start_back(cargo, free)
+            if cargo.state is SlotState.ON_HOST or cargo.state is SlotState.LEAVING:
+                self._mover.start_back(cargo, free)
         if self._reached is None or self._reached.read:
             self._reached = visit
         while self.looks_ahead and (following := self._following(self._reached)) is not None:

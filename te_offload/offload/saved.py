@@ -138,12 +138,10 @@ class Saved:
     def _restore(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors over the memory that is back."""
         if len(self._parts) == 1:
-            strip, lot, offset = self._parts[0]
-            return strip.views(None if lot is None else lot.memory, offset, device)
+            return _views(*self._parts[0], device)
         tensors: dict[int, torch.Tensor] = {}
-        for strip, lot, offset in self._parts:
-            views = strip.views(None if lot is None else lot.memory, offset, device)
-            tensors.update(zip(strip.members, views, strict=True))
+        for part in self._parts:
+            tensors.update(zip(part[0].members, _views(*part, device), strict=True))
         return [tensors[index] for index in range(len(tensors))]
 
     def _hand_over(self, cargo: Cargo) -> None:
@@ -168,8 +166,12 @@ class Saved:
         assert self.tensors is not None
         return self.tensors
 
-    def go_with(self, cargo: Cargo, parts: Sequence[tuple[Strip, tuple[int, int] | None]]) -> bool:
-        """From now on the bytes are also in the cargo's runs, at the places of the strips; whether there are any."""
+    def go_with(self, cargo: Cargo, parts: Sequence[tuple[Strip, tuple[int, int] | None]], *, alone: bool) -> bool:
+        """From now on the bytes are also in the cargo's runs, at the places of the strips; whether there are any.
+
+        Args:
+            cargo: which. parts: strips and places. alone: the cargo has one part, and it is this handle's.
+        """
         self._parts = []
         for strip, place in parts:
             if place is None:
@@ -177,10 +179,15 @@ class Saved:
                 continue
             lot, begin = cargo.places[place[0]]
             lot.untaken += 1
-            self._parts.append((strip, lot, begin + place[1]))
+            begin += place[1]
+            self._parts.append((strip, lot, begin))
             self.cargo = cargo
         if self.cargo is not None:
             cargo.untaken += 1
+            if alone:
+                strip, own, begin = self._parts[0]
+                if own is not None and begin == 0 and strip.end - strip.begin == own.nbytes:
+                    own.shape = strip.shape()
         return self.cargo is not None
 
     def let_go(self) -> bool:
@@ -193,6 +200,13 @@ class Saved:
             f"{self.entry.name}: a saved tensor was written to in place after the forward had saved it, so its "
             "gradient would be wrong. Write to a clone instead."
         )
+
+
+def _views(strip: Strip, lot: Lot | None, offset: int, device: torch.device) -> list[torch.Tensor]:
+    if lot is not None and lot.shape is not None:
+        assert lot.memory is not None
+        return strip.cut(lot.memory)
+    return strip.views(None if lot is None else lot.memory, offset, device)
 
 
 class SavedWrapper:

@@ -246,7 +246,7 @@ class OffloadSession:
         assert self._engine is not None
         self._state = change("This OffloadSession", self._state, SessionState.IDLE)
         while self._open:
-            self._open.pop()[1].abort()
+            self._pop().abort()
         self._engine.end_step()
         self._outer_hooks = None
 
@@ -272,22 +272,29 @@ class OffloadSession:
         assert self._engine is not None
         forward, attachment.forwards = attachment.forwards, attachment.forwards + 1
         visit = self._engine.open_visit(attachment.name, attachment.module, forward, self._why_untouched())
+        if self._open:
+            self._open[-1][0].visit = None
         self._open.append((attachment, visit))
+        attachment.visit = visit
         visit.open()
 
     def end_forward(self, attachment: Attachment, *, failed: bool) -> None:
         """The forward of an attached layer ended, or raised."""
         if not self._open or self._open[-1][0] is not attachment:
             return  # its beginning was outside of the step, or raised
-        visit = self._open.pop()[1]
+        visit = self._pop()
         if failed:
             visit.abort()
         else:
             visit.commit()
 
-    def visit_of(self, attachment: Attachment) -> LayerVisit | None:
-        """The forward of an attached layer that runs now, if any."""
-        return self._open[-1][1] if self._open and self._open[-1][0] is attachment else None
+    def _pop(self) -> LayerVisit:
+        attachment, visit = self._open.pop()
+        attachment.visit = None
+        if self._open:
+            outer, outer_visit = self._open[-1]
+            outer.visit = outer_visit
+        return visit
 
     def _why_untouched(self) -> Reason:
         """Why a forward that begins now must be left alone; `Reason.NONE` if it need not.

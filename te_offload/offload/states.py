@@ -12,7 +12,11 @@ from typing import TypeVar
 from te_offload.errors import StateError
 
 
-class SlotState(enum.Enum):
+class _State(enum.Enum):
+    following: tuple[_State, ...]  # what `TRANSITIONS` lists
+
+
+class SlotState(_State):
     """Where the bytes of one slot of one forward are, and what that costs."""
 
     SAVED = "saved"  # the saved tensors hold device memory; nothing is decided
@@ -24,7 +28,7 @@ class SlotState(enum.Enum):
     RELEASED = "released"  # none
 
 
-class SessionState(enum.Enum):
+class SessionState(_State):
     """What a session may be asked to do."""
 
     IDLE = "between steps"
@@ -48,7 +52,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 for _state, _ends in TRANSITIONS.items():  # `in` on a tuple compares identities first; an enum's hash costs more
-    _state.__dict__["following"] = tuple(_ends)
+    _state.following = tuple(_ends)
 
 AnyState = TypeVar("AnyState", SlotState, SessionState)
 
@@ -59,6 +63,6 @@ def change(what: object, state: AnyState, to: AnyState) -> AnyState:
     Raises:
         StateError: `TRANSITIONS` has no such edge.
     """
-    if to not in state.__dict__["following"]:
+    if to not in state.following:
         raise StateError(f"{what} is {state.value} and cannot become {to.value}.")
     return to

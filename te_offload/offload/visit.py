@@ -19,6 +19,7 @@ from te_offload.offload.cargo import Cargo, Hold
 from te_offload.offload.decide import Load, Shipment, decide, storages_of
 from te_offload.offload.extents import storage_key
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out, is_plain
+from te_offload.offload.states import SlotState
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SavedSlot, SaveState, SlotName, Watch
 
@@ -377,7 +378,8 @@ class LayerVisit:
     def release(self) -> None:
         """The step ends: give back what is left on either side. What was kept belongs to its graph alone."""
         for cargo in self.cargos:
-            self._engine.mover.release(cargo)
+            if cargo.state is not SlotState.RELEASED:
+                self._engine.mover.release(cargo)
         for cargo in self.kept:
             cargo.counted = False
 
