@@ -60,17 +60,17 @@ class Copier:
         self._attributes = _Attributes(_ORDERED_BY_STREAM, _Location(0, 0), _Location(0, 0), 0)
         self._first = (ctypes.c_size_t * 1)(0)
 
-    def start(self, pieces: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream) -> None:
-        """Queue the copies of all pieces.
+    def start(self, pieces: Sequence[tuple[int, int, int]], stream: int) -> None:
+        """Queue the copies of all pieces on a stream, given by its handle.
 
         Raises:
             CopyError: the CUDA runtime refused.
         """
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
-                self._start(pieces, stream.cuda_stream)
+                self._start(pieces, stream)
         else:
-            self._start(pieces, stream.cuda_stream)
+            self._start(pieces, stream)
 
     def _start(self, pieces: Sequence[tuple[int, int, int]], stream: int) -> None:
         if len(pieces) == 1 or not self.batches:

@@ -42,65 +42,69 @@ class Rules:
 
 
 class Load:
-    """One slot while it is decided on.
+    """One slot while it is decided on; then what of it goes.
 
     Attributes:
-        entry: the slot. handles: its live handles. tensors: their tensors, dense ones if the slot may go.
+        entry: the slot. tensors: those of its live handles, dense ones if the slot may go.
+        handles: its live handles; of a slot that goes, those whose bytes go with it, also from other slots.
         strips: of each handle, runs: of all strips, where they were needed.
+        cargo: carries the bytes, if the slot goes and has any of its own.
     """
 
-    __slots__ = ("_storages", "entry", "handles", "runs", "strips", "tensors")
+    __slots__ = ("_storages", "cargo", "entry", "handles", "runs", "strips", "tensors")
 
     def __init__(self, entry: SlotEntry) -> None:
         self.entry = entry
-        self.handles = entry.live_handles()
-        self.tensors = (
-            self.handles[0].held
-            if len(self.handles) == 1
-            else [tensor for handle in self.handles for tensor in handle.held]
-        )
+        self.handles = handles = entry.live_handles()
+        if len(handles) == 1:
+            self.tensors = handles[0].held
+        else:
+            self.tensors = [tensor for handle in handles for tensor in handle.held]
         self.strips: list[list[Strip]] = []
         self.runs: Runs | None = None
+        self.cargo: Cargo | None = None
         self._storages: frozenset[int] | None = None
-
-    @property
-    def goes(self) -> bool:
-        """Whether the slot goes, as far as decided."""
-        return self.entry.fate is Fate.OFFLOADED
 
     @property
     def storages(self) -> frozenset[int]:
         """Identities of the storages of its dense tensors."""
         if self._storages is None:
-            if self.strips:
+            if len(self.strips) == 1 and len(self.strips[0]) == 1:
+                self._storages = self.strips[0][0].storages
+            elif self.strips:
                 self._storages = frozenset().union(*(strip.storages for strips in self.strips for strip in strips))
             else:
                 self._storages = frozenset([storage_key(tensor) for tensor in self.tensors if is_plain(tensor)])
         return self._storages
 
-    def measure(self, device: torch.device) -> None:
+    def measure(self, device: torch.device) -> Runs:
         """Find strips and runs of its tensors, which are dense."""
         if self.runs is None:
             self.strips = [strips_of(handle.held) for handle in self.handles]
-            self.runs = find_runs(list(chain.from_iterable(self.strips)), across_storages=device.type == "cuda")
+            strips = self.strips[0] if len(self.strips) == 1 else list(chain.from_iterable(self.strips))
+            self.runs = find_runs(strips, across_storages=device.type == "cuda")
+        return self.runs
 
+    def make_cargo(self, device: torch.device) -> None:
+        """The cargo of its handles."""
+        runs = self.measure(device)
+        entry = self.entry
+        entry.cargo = self.cargo = Cargo(entry.name, runs.covered, runs.runs)
+        entry.bytes_out = self.cargo.copied
 
-@dataclass(eq=False, slots=True)
-class Shipment:
-    """A cargo, the handles whose bytes it has, and their strips."""
-
-    cargo: Cargo
-    entry: SlotEntry
-    handles: list[Saved]
-    strips: list[list[Strip]]
-    runs: Runs
-
-    def load(self) -> list[Saved]:
+    def put_on(self) -> list[Saved]:
         """Let the handles go with the cargo; those that do. The others have no elements."""
-        places, alone = iter(self.runs.places), len(self.runs.places) == 1
+        assert self.runs is not None and self.cargo is not None
+        if len(self.runs.places) == 1:
+            handle = self.handles[0]
+            if handle.go_with(self.cargo, [(self.strips[0][0], self.runs.places[0])], alone=True):
+                return self.handles
+            handle.let_go()
+            return []
+        places = iter(self.runs.places)
         going = []
         for handle, strips in zip(self.handles, self.strips, strict=True):
-            if handle.go_with(self.cargo, [(strip, next(places)) for strip in strips], alone=alone):
+            if handle.go_with(self.cargo, [(strip, next(places)) for strip in strips], alone=False):
                 going.append(handle)
             else:
                 handle.let_go()  # it would hold a storage for nothing
@@ -114,8 +118,8 @@ def decide(
     rules: Rules,
     device: torch.device,
     pool: HostPool,
-) -> tuple[list[Shipment], list[Load]]:
-    """Decide each slot's fate; shipments for those that go, their leases taken, and the loads that stay.
+) -> tuple[list[Load], list[Load]]:
+    """Decide each slot's fate; the loads that go, with their cargos and leases, and the loads that stay.
 
     Args:
         entries: the slots of a forward, in the order in which they were saved.
@@ -124,17 +128,24 @@ def decide(
         rules, device, pool: of the session.
     """
     loads = [_load(entry, rules, device) for entry in entries]
-    if not any(load.goes for load in loads):
+    going = [load for load in loads if load.entry.fate is Fate.OFFLOADED]
+    if not going:
         return [], [load for load in loads if load.handles]
-    unnamed = any(load.goes and not load.entry.once for load in loads)
-    owned = owned_by_layer() if unnamed else frozenset()
+    named = all(load.entry.once for load in going)
+    owned = frozenset() if named else owned_by_layer()
     while True:
-        _keep_shared_memory(loads, owned, staying)
-        shipments = _shipments([load for load in loads if load.goes], device)
-        refused = _lease(shipments, pool)
+        if _share_memory(loads, owned, staying):
+            _keep_shared_memory(loads, owned, staying)
+            going = _divide([load for load in loads if load.entry.fate is Fate.OFFLOADED], device)
+        else:
+            for load in going:
+                load.make_cargo(device)
+        refused = _lease(going, pool)
         if refused is None:
-            return shipments, [load for load in loads if load.handles and not load.goes]
+            return going, [load for load in loads if load.handles and load.entry.fate is not Fate.OFFLOADED]
         refused.fate, refused.reason = Fate.KEPT, Reason.NO_ROOM
+        refused.cargo, refused.bytes_out = None, 0
+        going = [load for load in going if load.entry is not refused]
 
 
 def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
@@ -148,12 +159,12 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
     plain = _are_plain(load)
     if not plain:
         entry.nbytes = sum([tensor.numel() * tensor.element_size() for tensor in tensors])
-    elif len(load.handles) == 1 and (len(tensors) > 1 or tensors[0].is_contiguous()):
+    elif len(tensors) == 1 and tensors[0].is_contiguous():
+        entry.nbytes = tensors[0].nbytes
+    elif len(load.handles) == 1 and len(tensors) > 1:
         entry.nbytes = sum([tensor.nbytes for tensor in tensors])
     else:
-        load.measure(device)
-        assert load.runs is not None
-        entry.nbytes = load.runs.covered
+        entry.nbytes = load.measure(device).covered
     entry.reason = _reason_to_stay(entry, tensors, plain, rules, device)
     entry.fate = Fate.KEPT if entry.reason is not Reason.NONE else Fate.OFFLOADED
     return load
@@ -177,11 +188,11 @@ def _reason_to_stay(
         return entry.visit.keep
     if entry.keep:
         return Reason.ASKED
-    if entry.reason is Reason.MARKED or any(te_adapter.is_marked_not_offload(tensor) for tensor in tensors):
+    if entry.reason is Reason.MARKED or any(map(te_adapter.is_marked_not_offload, tensors)):
         return Reason.MARKED
     if not plain:
         return Reason.NOT_PLAIN
-    if any(tensor.device != device for tensor in tensors):
+    if tensors[0].device != device or (len(tensors) > 1 and any(tensor.device != device for tensor in tensors)):
         return Reason.OTHER_DEVICE
     if entry.nbytes < rules.min_bytes:
         return Reason.TOO_SMALL
@@ -190,40 +201,51 @@ def _reason_to_stay(
     return Reason.NONE
 
 
+def _share_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -> bool:
+    """Whether any two slots, or a slot and what stays in any case, may have memory in common."""
+    seen = 0
+    storages: set[int] = set()
+    for load in loads:
+        if load.handles:
+            seen += len(load.storages)
+            storages |= load.storages
+    return len(storages) != seen or not storages.isdisjoint(staying) or not storages.isdisjoint(owned)
+
+
 def _keep_shared_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -> None:
     changed = True
     while changed:
         changed = False
         for load in loads:
-            if load.goes and load.storages & owned:
+            goes = load.entry.fate is Fate.OFFLOADED
+            if goes and load.storages & owned:
                 load.entry.fate, load.entry.reason, changed = Fate.KEPT, Reason.PARAMETER, True
-            elif load.goes and load.storages & staying:
+            elif goes and load.storages & staying:
                 load.entry.fate, load.entry.reason, changed = Fate.KEPT, Reason.ALIAS, True
-            if load.handles and not load.goes:
+            if load.handles and load.entry.fate is not Fate.OFFLOADED:
                 staying |= load.storages
 
 
-def _shipments(loads: list[Load], device: torch.device) -> list[Shipment]:
+def _divide(loads: list[Load], device: torch.device) -> list[Load]:
+    """What each of some slots that go carries, where they may share memory: all of a storage goes with one of them."""
     owners: dict[int, Load] = {}
-    shared = False
     for load in loads:
         load.measure(device)
         for storage in load.storages:
-            shared = owners.setdefault(storage, load) is not load or shared
-    shipments = []
+            owners.setdefault(storage, load)
+    pairs = [(load, *pair) for load in loads for pair in zip(load.handles, load.strips, strict=True)]
+    divided = []
     for load in loads:
         load.entry.cargo, load.entry.bytes_out = None, 0
-        handles, strips, runs = load.handles, load.strips, load.runs
-        if shared:
-            pairs = [pair for other in loads for pair in zip(other.handles, other.strips, strict=True)]
-            pairs = [pair for pair in pairs if _first_owner(pair[1], loads, owners) is load]
-            handles, strips = [handle for handle, _ in pairs], [found for _, found in pairs]
-            runs = find_runs(list(chain.from_iterable(strips)), across_storages=device.type == "cuda")
-        if handles and runs is not None:
-            cargo = Cargo(load.entry.name, runs.covered, runs.runs)
-            load.entry.cargo, load.entry.bytes_out = cargo, cargo.copied
-            shipments.append(Shipment(cargo, load.entry, handles, strips, runs))
-    return shipments
+        mine = [(handle, strips) for _, handle, strips in pairs if _first_owner(strips, loads, owners) is load]
+        if mine:
+            part = Load(load.entry)
+            part.handles, part.strips = [handle for handle, _ in mine], [strips for _, strips in mine]
+            strips = list(chain.from_iterable(part.strips))
+            part.runs = find_runs(strips, across_storages=device.type == "cuda")
+            part.make_cargo(device)
+            divided.append(part)
+    return divided
 
 
 def _first_owner(strips: list[Strip], loads: list[Load], owners: dict[int, Load]) -> Load:
@@ -232,16 +254,17 @@ def _first_owner(strips: list[Strip], loads: list[Load], owners: dict[int, Load]
     return next(load for load in loads if id(load) in found)
 
 
-def _lease(shipments: list[Shipment], pool: HostPool) -> SlotEntry | None:
+def _lease(loads: list[Load], pool: HostPool) -> SlotEntry | None:
     """Take host memory for all; if that fails take none, and say which slot found no room."""
-    for number, shipment in enumerate(shipments):
-        if shipment.cargo.copied:
-            shipment.cargo.lease = pool.acquire(shipment.cargo.copied)
-            if shipment.cargo.lease is None:
-                for earlier in shipments[:number]:
-                    if earlier.cargo.lease is not None:
+    for number, load in enumerate(loads):
+        cargo = load.cargo
+        if cargo is not None and cargo.copied:
+            cargo.lease = pool.acquire(cargo.copied)
+            if cargo.lease is None:
+                for earlier in loads[:number]:
+                    if earlier.cargo is not None and earlier.cargo.lease is not None:
                         earlier.cargo.lease.release()
-                return shipment.entry
+                return load.entry
     return None
 
 

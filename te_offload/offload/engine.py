@@ -119,6 +119,9 @@ class Engine:
         self.returns.end_step()
         if self.verifier is not None:
             self.verifier.forget()
+        oldest = self._finished[0] if len(self._finished) == HISTORY else None
+        if isinstance(oldest, FinishedStep):
+            oldest.forget()
         self._finished.append(
             FinishedStep(
                 index=self.steps,

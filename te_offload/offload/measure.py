@@ -48,6 +48,11 @@ class FinishedStep:
         for mark in self._last_marks():
             mark.wait()
 
+    def forget(self) -> None:
+        """Nobody asked for its record in time."""
+        for visit in self.visits:
+            visit.forget()
+
     def _last_marks(self) -> list[Mark]:
         copies = [copy for visit in self.visits for cargo in visit.cargos for copy in (cargo.out, cargo.back) if copy]
         return [self.ended, *(copy.ended for copy in copies)]
@@ -83,9 +88,7 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         back_ms=sum(duration(transfer, cargo.back) for cargo in copies if cargo.back),
     )
     for visit in step.visits:  # the handles of a graph that lives on hold the visit, and need no more than its name
-        visit.entries = []
-        visit.cargos = []
-        visit.kept = []
+        visit.forget()
     return record
 
 

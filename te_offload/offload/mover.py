@@ -146,7 +146,7 @@ class Mover:
         for lot in cargo.lots:
             lot.allocate(self.device)
         with self._range(cargo, "back"):
-            cargo.back = self.transfer.copy_back(cargo.pieces_back(), (cargo.out.ended, free))
+            cargo.back = self.transfer.copy_back(cargo.pieces_back(), (free, cargo.out.ended))
         cargo.move(SlotState.RETURNING)
         self._count(cargo)
         self.note("coming back")
@@ -187,6 +187,7 @@ class Mover:
             cargo.lease = None
         for lot in cargo.lots:
             lot.memory = None
+        cargo.watch = None  # which refers to the cargo
         cargo.move(SlotState.RELEASED)
         if cargo.sources is None:
             self._uncount(cargo, "released")

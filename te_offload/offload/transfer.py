@@ -50,11 +50,11 @@ class Transfer(Protocol):
     def mark(self) -> Mark:
         """The end of the work queued so far on the compute stream."""
 
-    def copy_out(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
-        """Start a copy from the device to the host after some marks."""
+    def copy_out(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
+        """Start a copy from the device to the host after some marks, at least one."""
 
-    def copy_back(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
-        """Start a copy from the host to the device after some marks."""
+    def copy_back(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
+        """Start a copy from the host to the device after some marks, at least one."""
 
     def block_compute(self, mark: Mark) -> None:
         """Make later work of the compute stream wait for a mark. Does not block the host on a GPU."""
@@ -84,7 +84,7 @@ class CpuTransfer:
         """See `Transfer.mark`."""
         return _Moment(time.perf_counter())
 
-    def copy_out(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
+    def copy_out(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         """See `Transfer.copy_out`."""
         began = self.mark()
         for source, target, nbytes in pieces:
@@ -123,6 +123,18 @@ class _CudaMark:
         self._pool.append(self.event)
 
 
+class _Way:
+    """One direction: its stream, the end of its last copy, and the last mark that the stream was told to wait for first."""
+
+    __slots__ = ("first", "handle", "last", "stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self.handle = stream.cuda_stream
+        self.last: Mark | None = None
+        self.first: Mark | None = None
+
+
 class CudaTransfer:
     """Between a GPU and page-locked host memory, on one stream each way.
 
@@ -132,10 +144,9 @@ class CudaTransfer:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._out = stream or torch.cuda.Stream(self._index)
-        self._back = stream or torch.cuda.Stream(self._index)
+        self._out = _Way(stream or torch.cuda.Stream(self._index))
+        self._back = _Way(stream or torch.cuda.Stream(self._index))
         self._copier = Copier(self._index)
-        self._last: dict[torch.cuda.Stream, Mark] = {}
         self._events: list[torch.cuda.Event] = []
         self._compute_streams: dict[int, torch.cuda.Stream] = {}
 
@@ -143,36 +154,42 @@ class CudaTransfer:
         """See `Transfer.mark`."""
         return self._record(self._compute())
 
-    def copy_out(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
+    def copy_out(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         """See `Transfer.copy_out`."""
         return self._copy(self._out, pieces, after)
 
-    def copy_back(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
+    def copy_back(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         """See `Transfer.copy_back`."""
         return self._copy(self._back, pieces, after)
 
     def block_compute(self, mark: Mark) -> None:
         """See `Transfer.block_compute`."""
-        assert isinstance(mark, _CudaMark)
-        self._compute().wait_event(mark.event)
+        mark.event.wait(self._compute())  # type: ignore[attr-defined]
 
     def milliseconds(self, first: Mark, second: Mark) -> float:
         """See `Transfer.milliseconds`."""
         assert isinstance(first, _CudaMark) and isinstance(second, _CudaMark)
         return float(first.event.elapsed_time(second.event))
 
-    def _copy(self, stream: torch.cuda.Stream, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
-        for mark in after:
+    def _copy(self, way: _Way, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
+        stream = way.stream
+        waits = after
+        if after[0] is way.first:  # the stream waits for it already
+            waits = after[1:]
+        else:
+            way.first = after[0]
+        for mark in waits:
             mark.event.wait(stream)  # type: ignore[attr-defined]
-        self._copier.start(pieces, stream)
-        before, ended = self._last.get(stream), self._record(stream)
-        self._last[stream] = ended
-        return Copy((*after,) if before is None else (*after, before), ended)
+        self._copier.start(pieces, way.handle)
+        ended, before = self._record(stream), way.last
+        way.last = ended
+        return Copy(after if before is None else (*after, before), ended)
 
     def _record(self, stream: torch.cuda.Stream) -> Mark:
-        event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
+        events = self._events
+        event = events.pop() if events else torch.cuda.Event(enable_timing=True)
         event.record(stream)
-        return _CudaMark(event, self._events)
+        return _CudaMark(event, events)
 
     def _compute(self) -> torch.cuda.Stream:
         """Torch's current stream; `torch.cuda.current_stream` costs ten times as much."""

@@ -92,5 +92,7 @@ def _bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     from te_offload.offload.cuda_copies import Copier
 
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    Copier(target.device.index).start([(address, target.data_ptr(), nbytes)], torch.cuda.current_stream(device))
+    Copier(target.device.index).start(
+        [(address, target.data_ptr(), nbytes)], torch.cuda.current_stream(device).cuda_stream
+    )
     return target

@@ -16,7 +16,7 @@ import torch
 
 from te_offload.errors import ConflictError
 from te_offload.offload.cargo import Cargo, Hold
-from te_offload.offload.decide import Load, Shipment, decide, storages_of
+from te_offload.offload.decide import Load, decide, storages_of
 from te_offload.offload.extents import storage_key
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out, is_plain
 from te_offload.offload.states import SlotState
@@ -282,8 +282,8 @@ class LayerVisit:
             )
             for load in staying:
                 self._keep(load, mover)
-            for shipment in going:
-                self._send(shipment, mover)
+            for load in going:
+                self._send(load, mover)
             mover.note(f"{self.layer} saved")
         self._forget()
         before = len(mover.counts.throttles)
@@ -306,11 +306,12 @@ class LayerVisit:
         self.kept.append(cargo)
         mover.keep(cargo)
 
-    def _send(self, shipment: Shipment, mover: Mover) -> None:
-        cargo = shipment.cargo
-        going = shipment.load()
+    def _send(self, load: Load, mover: Mover) -> None:
+        cargo = load.cargo
+        assert cargo is not None
+        going = load.put_on()
         if cargo.copied:
-            cargo.ready = shipment.entry.ready or self.ended
+            cargo.ready = load.entry.ready or self.ended
             cargo.users = [weakref.ref(handle) for handle in going]
             self._watch(cargo, going)
             if self._engine.verifier is not None:
@@ -336,6 +337,10 @@ class LayerVisit:
         if self._switch is not None:
             switch, self._switch = self._switch, None
             switch.__exit__(None, None, None)
+
+    def forget(self) -> None:
+        """Nobody will read this forward's record: let go of what refers to it and is referred to by it."""
+        self.entries, self.cargos, self.kept = [], [], []
 
     def _forget(self) -> None:
         self._named.clear()

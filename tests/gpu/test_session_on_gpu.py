@@ -169,7 +169,7 @@ def test_copy_back_waits_for_its_copy_out_however_slow_that_is(monkeypatch: pyte
     copy_out = CudaTransfer.copy_out
 
     def slow(self: CudaTransfer, pieces: Any, after: Any) -> Any:
-        with torch.cuda.stream(self._out):
+        with torch.cuda.stream(self._out.stream):
             torch.cuda._sleep(20_000_000)
         return copy_out(self, pieces, after)
 
@@ -185,7 +185,7 @@ def test_device_memory_is_not_reused_while_a_copy_out_reads_it(monkeypatch: pyte
     copy_out = CudaTransfer.copy_out
 
     def slow_then_poison(self: CudaTransfer, pieces: Any, after: Any) -> Any:
-        with torch.cuda.stream(self._out):
+        with torch.cuda.stream(self._out.stream):
             torch.cuda._sleep(5_000_000)
         return copy_out(self, pieces, after)
 
@@ -209,7 +209,7 @@ def test_host_memory_is_not_overwritten_while_a_copy_back_reads_it(monkeypatch: 
     copy_back = CudaTransfer.copy_back
 
     def slow(self: CudaTransfer, pieces: Any, after: Any) -> Any:
-        with torch.cuda.stream(self._back):
+        with torch.cuda.stream(self._back.stream):
             torch.cuda._sleep(20_000_000)
         return copy_back(self, pieces, after)
 

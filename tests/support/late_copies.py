@@ -81,13 +81,13 @@ class LateTransfer:
         self.at_random()
         return Moment()
 
-    def copy_out(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
+    def copy_out(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         return self._start(self.out, pieces, after)
 
-    def copy_back(self, pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
+    def copy_back(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         return self._start(self.back, pieces, after)
 
-    def _start(self, line: list[LateCopy], pieces: Sequence[Piece], after: Sequence[Mark]) -> Copy:
+    def _start(self, line: list[LateCopy], pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         copy = LateCopy(self, line, pieces, after)
         line.append(copy)
         return Copy((Moment(),), copy)
