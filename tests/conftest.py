@@ -7,6 +7,7 @@ with its reason, and all reasons are listed at the end.
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -58,3 +59,15 @@ def no_hook_left() -> Iterator[None]:
     before = torch._C._autograd._top_saved_tensors_default_hooks(False)
     yield
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) == before, "a saved-tensor hook was left behind"
+
+
+@pytest.fixture(scope="module", params=["each slot alone", "small slots together"])
+def alone_and_together(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module's tests twice: slots as small as a test's go alone, as large ones do, or together."""
+    from te_offload.offload import session
+    from te_offload.offload.decide import Rules
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "each slot alone":
+            patch.setattr(session, "Rules", functools.partial(Rules, together=0))
+        yield

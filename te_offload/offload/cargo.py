@@ -1,4 +1,4 @@
-"""What one slot of one forward sends to the host: its runs, their host memory, and where the bytes are.
+"""What one slot of a forward, or several small ones together, send to the host: runs, host memory, where the bytes are.
 
 In: the tensors of a slot. Out: their bytes on either side, and the moments of their copies. Keeps true: the state changes
 only along `states.TRANSITIONS`; while a copy out reads the tensors, the cargo holds them. Does not: copy (mover.py does).
@@ -56,10 +56,10 @@ class Hold:
 
 
 class Cargo:
-    """The bytes of one slot of one forward.
+    """The bytes of one slot of one forward, or of several small ones.
 
     Args:
-        name: the slot's, for messages. nbytes: bytes that its tensors read. runs: what is copied.
+        name: the slot's, for messages. nbytes: bytes that its tensors read. runs: what is copied. slots: their number.
 
     Attributes:
         copied: bytes of the runs. places: lot and offset of each run's first byte.
@@ -83,10 +83,11 @@ class Cargo:
     watch: weakref.ref[Any] | None = None
     users: Sequence[weakref.ref[Saved]] = ()
 
-    def __init__(self, name: str, nbytes: int, runs: tuple[Run, ...]) -> None:
+    def __init__(self, name: str, nbytes: int, runs: tuple[Run, ...], slots: int = 1) -> None:
         self.name = name
         self.nbytes = nbytes
         self.runs = runs
+        self.slots = slots
         self.state = SlotState.SAVED
         self.lots: list[Lot] = []
         self.places: list[tuple[Lot, int]] = []

@@ -1,14 +1,14 @@
 """What of one forward goes to the host: the fate of each slot, and the cargos that carry those that go.
 
 In: the slots of a forward with their live handles, and the rules. Out: a fate and a reason for each slot; cargos with
-their leases. Keeps true: a slot moves whole or stays whole; memory that a staying tensor shares does not move (it would
-free nothing); each byte of a storage is copied once, with the first slot that holds it; what the host has no room for
-stays. Does not: copy.
+their leases, small slots together in one. Keeps true: a slot moves whole or stays whole; memory that a staying tensor
+shares does not move (it would free nothing); each byte of a storage is copied once, with the first slot that holds it;
+what the host has no room for stays. Does not: copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -34,24 +34,26 @@ class Rules:
         enabled: whether it offloads at all; if not it only records.
         min_bytes: a slot with fewer bytes stays.
         plan: which slots go; ``None``: all that may.
+        together: slots of fewer bytes than this go together with others of their forward.
     """
 
     enabled: bool
     min_bytes: int
     plan: Plan | None = None
+    together: int = 8 << 20
 
 
 class Load:
     """One slot while it is decided on; then what of it goes.
 
     Attributes:
-        entry: the slot. tensors: those of its live handles, dense ones if the slot may go.
+        entry: the slot. others: small slots that go with it. tensors: those of its live handles, dense ones if it may go.
         handles: its live handles; of a slot that goes, those whose bytes go with it, also from other slots.
         strips: of each handle, runs: of all strips, where they were needed.
         cargo: carries the bytes, if the slot goes and has any of its own.
     """
 
-    __slots__ = ("_storages", "cargo", "entry", "handles", "runs", "strips", "tensors")
+    __slots__ = ("_storages", "cargo", "entry", "handles", "others", "runs", "strips", "tensors")
 
     def __init__(self, entry: SlotEntry) -> None:
         self.entry = entry
@@ -63,6 +65,7 @@ class Load:
         self.strips: list[list[Strip]] = []
         self.runs: Runs | None = None
         self.cargo: Cargo | None = None
+        self.others: Sequence[Load] = ()
         self._storages: frozenset[int] | None = None
 
     @property
@@ -88,9 +91,14 @@ class Load:
     def make_cargo(self, device: torch.device) -> None:
         """The cargo of its handles."""
         runs = self.measure(device)
-        entry = self.entry
-        entry.cargo = self.cargo = Cargo(entry.name, runs.covered, runs.runs)
+        entry, others = self.entry, self.others
+        name = f"{entry.name} and {len(others)} more" if others else entry.name
+        entry.cargo = self.cargo = Cargo(name, runs.covered, runs.runs, 1 + len(others))
         entry.bytes_out = self.cargo.copied
+        for other in others:
+            other.entry.cargo = self.cargo
+            other.entry.bytes_out = other.entry.nbytes
+            entry.bytes_out -= other.entry.nbytes
 
     def put_on(self) -> list[Saved]:
         """Let the handles go with the cargo; those that do. The others have no elements."""
@@ -131,6 +139,8 @@ def decide(
     going = [load for load in loads if load.entry.fate is Fate.OFFLOADED]
     if not going:
         return [], [load for load in loads if load.handles]
+    for load in going:
+        load.measure(device)
     named = all(load.entry.once for load in going)
     owned = frozenset() if named else owned_by_layer()
     while True:
@@ -138,6 +148,7 @@ def decide(
             _keep_shared_memory(loads, owned, staying)
             going = _divide([load for load in loads if load.entry.fate is Fate.OFFLOADED], device)
         else:
+            going = _together(going, rules.together, device)
             for load in going:
                 load.make_cargo(device)
         refused = _lease(going, pool)
@@ -145,7 +156,7 @@ def decide(
             return going, [load for load in loads if load.handles and load.entry.fate is not Fate.OFFLOADED]
         refused.fate, refused.reason = Fate.KEPT, Reason.NO_ROOM
         refused.cargo, refused.bytes_out = None, 0
-        going = [load for load in going if load.entry is not refused]
+        going = [load for load in loads if load.entry.fate is Fate.OFFLOADED]
 
 
 def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
@@ -226,6 +237,19 @@ def _keep_shared_memory(loads: list[Load], owned: frozenset[int], staying: set[i
                 staying |= load.storages
 
 
+def _together(loads: list[Load], below: int, device: torch.device) -> list[Load]:
+    """Let small slots that go and share no memory go as one: one lease, one copy each way, and one wait."""
+    small = [load for load in loads if load.entry.nbytes < below]
+    if len(small) < 2:
+        return loads
+    first = Load(small[0].entry)
+    first.others = small[1:]
+    first.handles = [handle for load in small for handle in load.handles]
+    first.strips = [strips for load in small for strips in load.strips]
+    first.runs = find_runs(list(chain.from_iterable(first.strips)), across_storages=device.type == "cuda")
+    return [first, *(load for load in loads if load.entry.nbytes >= below)]
+
+
 def _divide(loads: list[Load], device: torch.device) -> list[Load]:
     """What each of some slots that go carries, where they may share memory: all of a storage goes with one of them."""
     owners: dict[int, Load] = {}
@@ -264,7 +288,7 @@ def _lease(loads: list[Load], pool: HostPool) -> SlotEntry | None:
                 for earlier in loads[:number]:
                     if earlier.cargo is not None and earlier.cargo.lease is not None:
                         earlier.cargo.lease.release()
-                return load.entry
+                return load.others[-1].entry if load.others else load.entry
     return None
 
 

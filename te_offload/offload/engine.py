@@ -111,7 +111,7 @@ class Engine:
     def end_step(self) -> None:
         """The step is over: leave nothing behind, and keep what its record needs."""
         ended = self.mover.transfer.mark()
-        abandoned = sum(cargo.lease is not None for visit in self.visits for cargo in visit.cargos)
+        abandoned = sum(cargo.slots for visit in self.visits for cargo in visit.cargos if cargo.lease)
         for visit in self.visits:
             visit.release()
         self.mover.drain()

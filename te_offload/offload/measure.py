@@ -109,8 +109,9 @@ def _rows(visit: LayerVisit, transfer: Transfer) -> list[SlotRecord]:
 
 def _row(entry: SlotEntry, forward: int, transfer: Transfer) -> SlotRecord:
     cargo = entry.cargo
-    out = duration(transfer, cargo.out) if cargo and cargo.out else None
-    back = duration(transfer, cargo.back) if cargo and cargo.back else None
+    share = entry.bytes_out / cargo.copied if cargo and cargo.copied else 0.0  # of the time of slots that go together
+    out = share * duration(transfer, cargo.out) if cargo and cargo.out else None
+    back = share * duration(transfer, cargo.back) if cargo and cargo.back else None
     exposed = _exposed(cargo, transfer)
     outcome = Outcome.NONE
     if entry.fate is Fate.OFFLOADED and cargo is not None and cargo.out is not None:
@@ -133,7 +134,7 @@ def _row(entry: SlotEntry, forward: int, transfer: Transfer) -> SlotRecord:
         outcome=outcome,
         out_ms=out,
         back_ms=back,
-        exposed_ms=exposed,
+        exposed_ms=share * exposed,
     )
 
 

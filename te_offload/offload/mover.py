@@ -9,7 +9,6 @@ cargo. Does not: choose what moves, or when it comes back (returns.py does).
 from __future__ import annotations
 
 import collections
-import contextlib
 import os
 from collections.abc import Sequence
 
@@ -20,8 +19,6 @@ from te_offload.offload.host_pool import HostPool
 from te_offload.offload.saved import Saved
 from te_offload.offload.states import SlotState
 from te_offload.offload.transfer import Mark, Transfer
-
-_NO_RANGE = contextlib.nullcontext()
 
 
 class Counts:
@@ -71,8 +68,13 @@ class Mover:
         """Start the copy out of a cargo, whose lease and whose `ready` mark are there."""
         assert cargo.lease is not None and cargo.ready is not None
         cargo.sources = [tensor for user in users for tensor in user.tensors or ()]
-        with self._range(cargo, "out"):
+        if self._ranges:
+            torch.cuda.nvtx.range_push(f"{cargo.name} out")
+        try:
             cargo.out = self.transfer.copy_out(cargo.pieces_out(), (cargo.ready, *cargo.lease.pending))
+        finally:
+            if self._ranges:
+                torch.cuda.nvtx.range_pop()
         cargo.move(SlotState.LEAVING)
         self._count(cargo)
         self._leaving.append(cargo)
@@ -82,9 +84,6 @@ class Mover:
             counts.peak_in_flight = self.in_flight
         counts.bytes_out += cargo.copied
         counts.copies_out += len(cargo.runs)
-
-    def _range(self, cargo: Cargo, way: str) -> contextlib.AbstractContextManager[None]:
-        return torch.cuda.nvtx.range(f"{cargo.name} {way}") if self._ranges else _NO_RANGE
 
     def settle(self) -> None:
         """Let go of device memory whose copy out is over, or must be waited for to stay within the bound."""
@@ -145,8 +144,13 @@ class Mover:
         assert cargo.out is not None
         for lot in cargo.lots:
             lot.allocate(self.device)
-        with self._range(cargo, "back"):
+        if self._ranges:
+            torch.cuda.nvtx.range_push(f"{cargo.name} back")
+        try:
             cargo.back = self.transfer.copy_back(cargo.pieces_back(), (free, cargo.out.ended))
+        finally:
+            if self._ranges:
+                torch.cuda.nvtx.range_pop()
         cargo.move(SlotState.RETURNING)
         self._count(cargo)
         self.note("coming back")

@@ -36,7 +36,7 @@ class SlotEntry:
         ready: the mark after which its bytes are there; ``None``: the end of the forward.
         handles: its saved tensors; weak, since the autograd graph alone decides how long they live.
         fate, reason: what became of it. nbytes, tensors, bytes_out: as in `SlotRecord`.
-        cargo: what carries its bytes and no other slot's; ``None`` if another slot's does.
+        cargo: what carries its bytes, alone or with those of other small slots; ``None`` if another slot has its memory.
     """
 
     fate = Fate.KEPT
@@ -189,6 +189,11 @@ class Saved:
                 if own is not None and begin == 0 and strip.end - strip.begin == own.nbytes:
                     own.shape = strip.shape()
         return self.cargo is not None
+
+    def reads(self, lot: Lot, offset: int) -> bool:
+        """Whether a byte of a lot is of these tensors."""
+        parts = ((strip, begin) for strip, own, begin in self._parts if own is lot)
+        return any(begin <= offset < begin + strip.end - strip.begin for strip, begin in parts)
 
     def let_go(self) -> bool:
         """The copy out is over: stop holding the tensors. Whether one was written to since it was saved."""

@@ -53,7 +53,7 @@ class Verifier:
         noted = self._noted.get(id(cargo))
         if noted is None or any(lot.memory is None for lot in cargo.lots):
             return
-        self.checked += 1
+        self.checked += cargo.slots
         position = 0
         for run, (lot, begin), expected, copy in zip(cargo.runs, cargo.places, noted.sums, noted.copies, strict=True):
             assert lot.memory is not None
@@ -62,8 +62,10 @@ class Verifier:
                 there = found.cpu()
                 differing = (there != copy).nonzero()
                 first = int(differing[0]) if len(differing) else 0
+                users = [user for user in (reference() for reference in cargo.users) if user is not None]
+                name = next((user.name for user in users if user.reads(lot, begin + first)), cargo.name)
                 raise CorruptionError(
-                    f"{cargo.name}, forward {noted.forward}: after its way to the host and back {len(differing)} of "
+                    f"{name}, forward {noted.forward}: after its way to the host and back {len(differing)} of "
                     f"{cargo.copied} bytes differ; the first one is byte {position + first}, {int(there[first]):#04x} "
                     f"instead of {int(copy[first]):#04x}. Gradients of this step would be "
                     "wrong: discard it, and report this."

@@ -146,12 +146,12 @@ class LayerVisit:
             entry.reason = self._stays
             entry.nbytes = sum(buffer.nbytes for buffer in saved.buffers)
             entry.tensors = len(saved.buffers)
-        if self._stays is not Reason.NONE:
+        if self._stays is not Reason.NONE or not saved.buffers:
             return None
-        if not keep:
+        if not keep and (len(saved.buffers) > 1 or saved.buffers[0].nbytes >= self._engine.rules.together):
             entry.ready = self._engine.mover.transfer.mark()
         if take:
-            return self._handle(list(saved.buffers), entry) if saved.buffers else None
+            return self._handle(list(saved.buffers), entry)
         for tensor in saved.buffers:
             self._name(tensor, entry)
         for tensor in saved.exempt:
@@ -311,7 +311,7 @@ class LayerVisit:
         assert cargo is not None
         going = load.put_on()
         if cargo.copied:
-            cargo.ready = load.entry.ready or self.ended
+            cargo.ready = self.ended if load.others else load.entry.ready or self.ended
             cargo.users = [weakref.ref(handle) for handle in going]
             self._watch(cargo, going)
             if self._engine.verifier is not None:

@@ -16,6 +16,8 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 from te_offload import Fate, OffloadSession, Reason, ops
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp, run
 
+pytestmark = pytest.mark.usefixtures("alone_and_together")
+
 
 class SaveAll(torch.autograd.Function):
     """Saves tensors in forward, and shows in backward what it got back."""

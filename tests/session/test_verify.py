@@ -22,6 +22,8 @@ from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.late_copies import LateTransfer
 from tests.support.mlp import assert_same_bits, make_inputs, run
 
+pytestmark = pytest.mark.usefixtures("alone_and_together")
+
 
 def use(monkeypatch: pytest.MonkeyPatch, transfer: LateTransfer, mover: type[Mover] = Mover) -> None:
     monkeypatch.setattr(engine_module, "make_transfer", lambda device, stream: transfer)
@@ -166,7 +168,7 @@ def test_seeded_bug_is_caught_by_verify(monkeypatch: pytest.MonkeyPatch, bug: ty
 
 def test_verify_checks_every_slot_that_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, LateTransfer())
-    model = Stack(3)
+    model = Stack(4)
     with OffloadSession(model.layers, min_bytes=0, max_in_flight=0, verify=True) as session:
         with session.step():
             run(model, SPLITS)
