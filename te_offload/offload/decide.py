@@ -199,7 +199,7 @@ def _reason_to_stay(
         return entry.visit.keep
     if entry.keep:
         return Reason.ASKED
-    if entry.reason is Reason.MARKED or any(map(te_adapter.is_marked_not_offload, tensors)):
+    if entry.reason is Reason.MARKED or te_adapter.any_marked_not_offload(tensors):
         return Reason.MARKED
     if not plain:
         return Reason.NOT_PLAIN

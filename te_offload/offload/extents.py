@@ -18,7 +18,8 @@ SEGMENT = 2 << 20  # bytes; the allocator's segments begin at multiples, and a c
 
 
 class Strip(NamedTuple):
-    """Bytes that one tensor reads, or several that lie one behind the other without a gap, each dense and of one dtype.
+    """The bytes of one tensor, or of several of one dtype, each dense: one behind the other, or of one size at one pitch
+    with less than 512 bytes between them.
 
     Attributes:
         begin, end: addresses; equal if there are no elements.
@@ -26,6 +27,7 @@ class Strip(NamedTuple):
         storages: identities of the storages, valid while something holds them.
         members: which of the tensors it is.
         dtype, sizes, stride: of the tensors; ``stride`` is ``None`` for several, which are contiguous.
+        pitch: bytes from one tensor's begin to the next one's, if that is more than a tensor's length; else 0.
     """
 
     begin: int
@@ -36,6 +38,7 @@ class Strip(NamedTuple):
     dtype: torch.dtype
     sizes: Sequence[torch.Size]
     stride: tuple[int, ...] | None
+    pitch: int = 0
 
     def views(self, memory: torch.Tensor | None, offset: int, device: torch.device) -> list[torch.Tensor]:
         """The tensors over ``memory`` (uint8, a whole storage) from its byte ``offset`` on. ``None``: without elements."""
@@ -53,6 +56,9 @@ class Strip(NamedTuple):
         """The tensors of ``whole``, which has the `shape`."""
         if self.stride is not None:
             return [whole]
+        if self.pitch:
+            size = self.sizes[0]
+            return [part.view(size) for part in whole.unbind(0)] if len(size) != 1 else list(whole.unbind(0))
         if whole.ndim == len(self.sizes[0]) and whole.shape[1:] == self.sizes[0][1:]:
             return list(whole.split_with_sizes([size[0] for size in self.sizes]))
         flat = whole.split_with_sizes([size.numel() for size in self.sizes])
@@ -60,12 +66,22 @@ class Strip(NamedTuple):
 
     def shape(self) -> tuple[Sequence[int], Sequence[int], torch.dtype] | None:
         """Size, stride and dtype of one tensor that has just these bytes; ``None`` if there is none."""
+        if self.pitch:
+            return None
         if self.stride is None:
             return (*self._whole(), self.dtype)
         dense = self.sizes[0].numel() * self.dtype.itemsize == self.end - self.begin
         return (self.sizes[0], self.stride, self.dtype) if dense else None
 
+    def gaps(self) -> int:
+        """Bytes between the tensors."""
+        if not self.pitch:
+            return 0
+        return (len(self.sizes) - 1) * (self.pitch - self.sizes[0].numel() * self.dtype.itemsize)
+
     def _whole(self) -> tuple[Sequence[int], Sequence[int]]:
+        if self.pitch:
+            return (len(self.sizes), self.sizes[0].numel()), (self.pitch // self.dtype.itemsize, 1)
         row = self.sizes[0][1:]
         if {size[1:] for size in self.sizes} == {row}:
             return (sum([size[0] for size in self.sizes]), *row), (row.numel(), *_strides(row))
@@ -86,40 +102,35 @@ def strips_of(tensors: Sequence[torch.Tensor]) -> list[Strip]:
         return [_strip(0, tensors[0])]
     begins = [tensor.data_ptr() for tensor in tensors]
     lengths = [tensor.nbytes for tensor in tensors]
-    dtypes = [tensor.dtype for tensor in tensors]
     storages = [tensor.untyped_storage() for tensor in tensors]
-    single = [not (tensor.is_contiguous() and tensor.ndim) for tensor in tensors]
     strips: list[Strip] = []
     members: list[int] = []
-    end, dtype, storage = -1, None, -1
+    pitch, end, storage, first = 0, -1, -1, tensors[0]
 
     def finish() -> None:
-        if members:
-            strips.append(
-                Strip(
-                    begins[members[0]],
-                    end,
-                    storages[members[0]].data_ptr(),
-                    frozenset([storages[member]._cdata for member in members]),
-                    members,
-                    tensors[members[0]].dtype,
-                    [tensors[member].shape for member in members],
-                    None,
-                )
-            )
+        if len(members) == 1:
+            strips.append(_strip(members[0], tensors[members[0]]))
+        elif members:
+            keys = frozenset([storages[member]._cdata for member in members])
+            sizes = [tensors[member].shape for member in members]
+            begin = storages[members[0]].data_ptr()
+            strips.append(Strip(begins[members[0]], end, begin, keys, members, first.dtype, sizes, None, pitch))
 
     for index in sorted(range(len(tensors)), key=begins.__getitem__):
-        if single[index]:
-            strips.append(_strip(index, tensors[index]))
-            continue
-        key = storages[index]._cdata
-        joins = begins[index] == end and dtypes[index] is dtype
-        if joins and (key == storage or storages[index].data_ptr() % SEGMENT):
+        tensor, begin, key = tensors[index], begins[index], storages[index]._cdata
+        joins = False
+        if members and tensor.dtype is first.dtype and tensor.is_contiguous() and tensor.ndim:
+            joins = begin == end and not pitch
+            if not joins and 0 < begin - end < ALIGNMENT and tensor.shape == first.shape:
+                step = begin - begins[members[-1]]
+                joins = step == pitch or (len(members) == 1 and step % first.dtype.itemsize == 0)
+                pitch = step if joins else pitch
+        if joins and (key == storage or storages[index].data_ptr() % SEGMENT) and first.is_contiguous() and first.ndim:
             members.append(index)
         else:
             finish()
-            members, dtype = [index], dtypes[index]
-        end, storage = begins[index] + lengths[index], key
+            members, pitch, first = [index], 0, tensor
+        end, storage = begin + lengths[index], key
     finish()
     return strips
 
@@ -200,7 +211,7 @@ def find_runs(strips: Sequence[Strip], *, across_storages: bool) -> Runs:
         if last > end:
             end = last
         if last > read_to:
-            covered += last - max(first, read_to)
+            covered += last - max(first, read_to) - strip.gaps()
             read_to = last
     if end >= 0:
         runs.append(Run(begin, end - begin))

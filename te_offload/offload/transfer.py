@@ -33,14 +33,9 @@ class Mark(Protocol):
 
 
 class Copy(NamedTuple):
-    """One copy.
+    """One copy: when it began and ended."""
 
-    Attributes:
-        starts: marks of which the latest is its begin: what it was told to come after, and the end of the copy before it.
-        ended: its end.
-    """
-
-    starts: tuple[Mark, ...]
+    began: Mark
     ended: Mark
 
 
@@ -89,7 +84,7 @@ class CpuTransfer:
         began = self.mark()
         for source, target, nbytes in pieces:
             ctypes.memmove(target, source, nbytes)
-        return Copy((began,), self.mark())
+        return Copy(began, self.mark())
 
     copy_back = copy_out
 
@@ -124,14 +119,13 @@ class _CudaMark:
 
 
 class _Way:
-    """One direction: its stream, the end of its last copy, and the last mark that the stream was told to wait for first."""
+    """One direction: its stream, and the last mark that the stream was told to wait for first."""
 
-    __slots__ = ("first", "handle", "last", "stream")
+    __slots__ = ("first", "handle", "stream")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self.handle = stream.cuda_stream
-        self.last: Mark | None = None
         self.first: Mark | None = None
 
 
@@ -180,10 +174,9 @@ class CudaTransfer:
             way.first = after[0]
         for mark in waits:
             mark.event.wait(stream)  # type: ignore[attr-defined]
+        began = self._record(stream)  # not what it comes after: the host may be late
         self._copier.start(pieces, way.handle)
-        ended, before = self._record(stream), way.last
-        way.last = ended
-        return Copy(after if before is None else (*after, before), ended)
+        return Copy(began, self._record(stream))
 
     def _record(self, stream: torch.cuda.Stream) -> Mark:
         events = self._events
@@ -201,8 +194,8 @@ class CudaTransfer:
 
 
 def duration(transfer: Transfer, copy: Copy) -> float:
-    """Milliseconds of a copy that has ended: from the latest of its starts."""
-    return min(transfer.milliseconds(start, copy.ended) for start in copy.starts)
+    """Milliseconds of a copy that has ended."""
+    return transfer.milliseconds(copy.began, copy.ended)
 
 
 def make_transfer(device: torch.device, stream: torch.cuda.Stream | None = None) -> Transfer:

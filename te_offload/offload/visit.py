@@ -144,8 +144,9 @@ class LayerVisit:
             entry.reason = Reason.REBUILT if recomputed else Reason.FROZEN
         else:
             entry.reason = self._stays
-            entry.nbytes = sum(buffer.nbytes for buffer in saved.buffers)
-            entry.tensors = len(saved.buffers)
+            if not take:
+                entry.nbytes = sum([buffer.nbytes for buffer in saved.buffers])
+                entry.tensors = len(saved.buffers)
         if self._stays is not Reason.NONE or not saved.buffers:
             return None
         if not keep and (len(saved.buffers) > 1 or saved.buffers[0].nbytes >= self._engine.rules.together):

@@ -96,7 +96,7 @@ class ReloadsTooEarly(Mover):
     def start_back(self, cargo: Cargo, free: Mark) -> None:
         out = cargo.out
         if out is not None:
-            cargo.out = type(out)(out.starts, free)
+            cargo.out = type(out)(out.began, free)
         super().start_back(cargo, free)
         cargo.out = out
 

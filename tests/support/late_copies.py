@@ -90,7 +90,7 @@ class LateTransfer:
     def _start(self, line: list[LateCopy], pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         copy = LateCopy(self, line, pieces, after)
         line.append(copy)
-        return Copy((Moment(),), copy)
+        return Copy(Moment(), copy)
 
     def block_compute(self, mark: Mark) -> None:
         mark.wait()

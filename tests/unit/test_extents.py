@@ -106,8 +106,8 @@ def test_tensors_that_lie_side_by_side_come_back_from_their_strips_in_their_orde
 def test_strip_ends_where_the_dtype_changes_or_a_gap_begins() -> None:
     base = torch.zeros(64, dtype=torch.uint8)
     one, other, apart = base[:8], base[8:16].view(torch.float32), base[20:24]
-    assert [found.members for found in strips_of([one, other, apart])] == [[0], [1], [2]]
-    assert [found.members for found in strips_of([apart, base[8:16], one])] == [[2, 1], [0]]
+    assert [list(found.members) for found in strips_of([one, other, apart])] == [[0], [1], [2]]
+    assert [list(found.members) for found in strips_of([apart, base[8:16], one])] == [[2, 1], [0]]
 
 
 def test_strip_does_not_cross_from_one_segment_of_the_allocator_into_the_next() -> None:
@@ -121,3 +121,28 @@ def test_strip_does_not_cross_from_one_segment_of_the_allocator_into_the_next() 
     assert before.data_ptr() + 512 == after.data_ptr() and after.data_ptr() % SEGMENT == 0
     assert len(strips_of([before, after])) == 2  # two storages: two allocations, perhaps
     assert len(strips_of([before, base[border : border + 512]])) == 1
+
+
+def test_tensors_of_one_size_at_one_pitch_are_one_strip_and_come_back() -> None:
+    base = torch.arange(4096, dtype=torch.uint8)
+    scales = [base[128 * index : 128 * index + 4].view(torch.float32) for index in range(5)]
+    boxes = [base[1024 + 64 * index : 1072 + 64 * index].view(4, 12) for index in range(4)]
+    odd = base[1024 + 64 * 4 + 1 : 1073 + 64 * 4].view(4, 12)  # off the pitch
+    tensors = [*scales, *boxes, odd]
+    strips = strips_of(tensors)
+    assert [(found.members, found.pitch) for found in strips] == [([0, 1, 2, 3, 4], 128), ([5, 6, 7, 8], 64), ((9,), 0)]
+    assert find_runs(strips, across_storages=False).covered == sum(tensor.nbytes for tensor in tensors)
+    for found in strips:
+        begin = found.begin - base.data_ptr()
+        views = found.views(base[begin : found.end - base.data_ptr()].clone(), 0, base.device)
+        for member, view in zip(found.members, views, strict=True):
+            assert torch.equal(view, tensors[member]) and view.shape == tensors[member].shape
+
+
+def test_distance_that_is_no_multiple_of_a_number_is_no_pitch() -> None:
+    base = torch.zeros(64, dtype=torch.uint8)
+    one, other = (
+        base[:4].view(torch.float32),
+        torch.frombuffer(memoryview(base.numpy().data)[6:10], dtype=torch.float32),
+    )
+    assert len(strips_of([one, other])) == 2

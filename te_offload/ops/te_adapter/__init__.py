@@ -48,6 +48,7 @@ from te_offload.ops.te_adapter.layouts import (
 )
 from te_offload.ops.te_adapter.switches import (
     OffloadSwitch,
+    any_marked_not_offload,
     is_marked_not_offload,
     keep_after_backward,
     mark_exempt_and_kept,
@@ -65,6 +66,7 @@ __all__ = [
     "OperationContext",
     "Release",
     "accumulates_into_main_grad",
+    "any_marked_not_offload",
     "bring_carried",
     "buffers_of",
     "cublaslt_version",

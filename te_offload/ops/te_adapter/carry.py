@@ -32,15 +32,6 @@ def buffers_of(*entries: Saved) -> tuple[torch.Tensor, ...]:
     return tuple(buffer for buffer in buffers if buffer is not None)
 
 
-def _versions_of(entries: Sequence[Saved]) -> list[int]:
-    """What autograd would compare: the in-place versions of tensors; -1 for all else and for inference tensors."""
-    try:
-        return [entry._version for entry in entries]
-    except (AttributeError, RuntimeError):
-        tensors = [isinstance(entry, torch.Tensor) and not entry.is_inference() for entry in entries]
-        return [entry._version if tensor else -1 for entry, tensor in zip(entries, tensors, strict=True)]
-
-
 class Taken:
     """The entries of one slot, whose buffers someone else holds.
 
@@ -137,8 +128,9 @@ class Layout:
             taken.handle = handle
             taken.buffers = ()
             entries[taken.places.start : taken.places.stop] = [None] * len(taken.places)
+        tensors = [entry for entry in entries if isinstance(entry, torch.Tensor) and not entry.is_inference()]
         self._ctx.to_save = None
-        self._ctx.te_offload_carried = (entries, _versions_of(entries), self._taken)
+        self._ctx.te_offload_carried = (entries, tensors, [tensor._version for tensor in tensors], self._taken)
 
 
 def bring_carried(op: torch.nn.Module, ctx: OperationContext) -> None:
@@ -150,11 +142,11 @@ def bring_carried(op: torch.nn.Module, ctx: OperationContext) -> None:
     carried = ctx.__dict__.pop("te_offload_carried", None)
     node: Any = torch._C._current_autograd_node()
     if node is not None and getattr(node, "tensor_objects", 0) is None:
-        node.tensor_objects = _Spent(op, carried[2] if carried else ())
+        node.tensor_objects = _Spent(op, carried[3] if carried else ())
     if carried is None:
         return
-    entries, versions, slots = carried
-    if _versions_of(entries) != versions:
+    entries, tensors, versions, slots = carried
+    if [tensor._version for tensor in tensors] != versions:  # what autograd compares
         raise SavedTensorModifiedError(
             f"{type(op).__name__}: a weight, the router scales or the split sizes were written to in place between the "
             "forward and its backward, so gradients would be wrong. Call optimizer.step() after the backward."

@@ -6,6 +6,7 @@ exception. Does not: offload.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ def mark_exempt_and_kept(slot: SavedSlot, *, keep_input: bool) -> None:
 def is_marked_not_offload(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries the mark of `mark_not_offload`."""
     return bool(getattr(tensor, "_TE_do_not_offload", False))
+
+
+def any_marked_not_offload(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of some tensors carries the mark of `mark_not_offload`."""
+    return True in [getattr(tensor, "_TE_do_not_offload", False) for tensor in tensors]
 
 
 def saved_tensor_hook_active() -> bool:
