@@ -28,14 +28,14 @@ class _ForwardHook:
         self.attachment = attachment
         self._before = before
 
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         if self.attachment is None:
             return
         session = self.attachment.session()
         if session is None:
             return
         if self._before:
-            session.begin_forward(self.attachment)
+            session.begin_forward(self.attachment, args, kwargs)
         else:  # torch calls it with no output, while the exception is handled, if the forward raised
             session.end_forward(self.attachment, failed=output is None and sys.exc_info()[0] is not None)
 
@@ -86,11 +86,15 @@ class Attachment:
         self.slot_names = frozenset(slot_title(name, op_name, slot) for op_name, _, slot in owners)
         self._owners = {id(op): (op_name, op, slot) for op_name, op, slot in owners}
         self._handles = [
-            module.register_forward_pre_hook(_ForwardHook(self, before=True), prepend=True),
-            module.register_forward_hook(_ForwardHook(self, before=False), always_call=True),
+            module.register_forward_pre_hook(_ForwardHook(self, before=True), prepend=True, with_kwargs=True),
+            module.register_forward_hook(_ForwardHook(self, before=False), always_call=True, with_kwargs=True),
         ]
         for _, op, _ in owners:
             op.observe_slot(self)
+
+    def flags(self) -> list[bool]:
+        """``no_offload_activation`` of its ops."""
+        return [op.no_offload_activation for _, op, _ in self._owners.values()]
 
     def watch(self) -> Watch:
         """See `SlotObserver.watch`."""

@@ -108,8 +108,12 @@ class Engine:
         self.visits.append(visit)
         return visit
 
-    def end_step(self) -> None:
-        """The step is over: leave nothing behind, and keep what its record needs."""
+    def end_step(self, *, unseen: int = 0) -> None:
+        """The step is over: leave nothing behind, and keep what its record needs.
+
+        Args:
+            unseen: forwards that nobody looked at. If there are no others, the step has no record.
+        """
         ended = self.mover.transfer.mark()
         abandoned = sum(cargo.slots for visit in self.visits for cargo in visit.cargos if cargo.lease)
         for visit in self.visits:
@@ -119,6 +123,9 @@ class Engine:
         self.returns.end_step()
         if self.verifier is not None:
             self.verifier.forget()
+        if unseen and not self.visits:
+            self._count_step()
+            return
         oldest = self._finished[0] if len(self._finished) == HISTORY else None
         if isinstance(oldest, FinishedStep):
             oldest.forget()
@@ -136,8 +143,12 @@ class Engine:
                 host_held=self.pool.held_bytes,
                 host_allocations=self.pool.allocations,
                 host_failure=self.pool.failure,
+                unseen=unseen,
             )
         )
+        self._count_step()
+
+    def _count_step(self) -> None:
         self.steps += 1
         if self._growth_steps is not None and self.steps >= self._growth_steps:
             self.pool.may_grow = False

@@ -38,6 +38,7 @@ class FinishedStep:
     host_held: int
     host_allocations: int
     host_failure: str | None
+    unseen: int
 
     def is_over(self) -> bool:
         """Whether the device has passed all of its marks."""
@@ -80,6 +81,7 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         host_held=step.host_held,
         host_allocations=step.host_allocations,
         host_failure=step.host_failure,
+        unseen=step.unseen,
         exempt_bytes=sum(visit.exempt_bytes for visit in step.visits),
         abandoned=step.abandoned,
         planned=step.planned,

@@ -67,7 +67,7 @@ class Planner:
         if engine.steps == 0:
             return
         record = engine.latest_record(wait=self.plan is None)
-        if record is None or not record.slots:
+        if record is None or not record.slots or record.unseen:
             return
         if self.plan is None:
             if record.index > 0:  # page-locking disturbs the times of the first step

@@ -126,6 +126,7 @@ class StepRecord:
         host_held: bytes that the pool holds after the step (page-locked where the device is a GPU).
         host_allocations: how often the session has taken memory from the system so far.
         host_failure: why the system refused host memory, if it did.
+        unseen: forwards that were not looked at, since nothing has gone for some steps and nothing changed.
         exempt_bytes: bytes of tensors that are never offloaded (weights, their copies, metadata), each forward's counted.
         abandoned: slots offloaded whose backward did not come in the step.
         planned: whether a plan chose the slots.
@@ -148,6 +149,7 @@ class StepRecord:
     host_held: int
     host_allocations: int
     host_failure: str | None
+    unseen: int
     exempt_bytes: int
     abandoned: int
     planned: bool

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from te_offload.offload.engine import Engine, HostSettings
 from te_offload.offload.plan import Plan
 from te_offload.offload.planner import Planner
 from te_offload.offload.policy import Policy
+from te_offload.offload.quiet import Quiet, signature_of
 from te_offload.offload.record import StepRecord
 from te_offload.offload.states import SessionState, change
 from te_offload.offload.visit import LayerVisit, Region
@@ -108,6 +109,7 @@ class OffloadSession:
         self._attachments: list[Attachment] = []
         self._state = SessionState.IDLE
         self._entered = False
+        self._quiet = Quiet()
         self._open: list[tuple[Attachment, LayerVisit]] = []
         self._outer_hooks: Any = None
         try:
@@ -192,7 +194,11 @@ class OffloadSession:
 
     @property
     def records(self) -> tuple[StepRecord, ...]:
-        """The records of the last steps, oldest first; at most the last 4. Waits for the device to pass their end."""
+        """The records of the last steps, oldest first; at most the last 4. Waits for the device to pass their end.
+
+        When nothing has gone for four steps, the session looks at one step in eight, and at every forward whose input has
+        another shape, or whose ops have other arguments, than it had; a step in which it looked at nothing has no record.
+        """
         return self._engine.records() if self._engine is not None else ()
 
     @property
@@ -236,6 +242,7 @@ class OffloadSession:
         if self._rules.enabled:
             self._engine.rules = self._planner.rules_for_next_step(self._rules, self._engine)
         self._engine.begin_step()
+        self._quiet.begin_step(self._engine.steps, self._engine.rules)
         self._outer_hooks = _top_hooks()
         for attachment in self._attachments:
             attachment.forwards = 0
@@ -247,7 +254,8 @@ class OffloadSession:
         self._state = change("This OffloadSession", self._state, SessionState.IDLE)
         while self._open:
             self._pop().abort()
-        self._engine.end_step()
+        self._quiet.end_step(self._engine.visits, self._engine.mover.counts.bytes_out)
+        self._engine.end_step(unseen=self._quiet.unseen)
         self._outer_hooks = None
 
     def _check_no_other_engine(self) -> None:
@@ -260,17 +268,19 @@ class OffloadSession:
 
     # Called by the attachments ---------------------------------------------------------------------------------------
 
-    def begin_forward(self, attachment: Attachment) -> None:
-        """The forward of an attached layer begins.
+    def begin_forward(self, attachment: Attachment, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The forward of an attached layer begins, with some arguments.
 
         Raises:
             ConflictError: inside Transformer Engine's own offloading context.
         """
         if self._state is not SessionState.IN_STEP:
             return
-        self._check_no_other_engine()
         assert self._engine is not None
         forward, attachment.forwards = attachment.forwards, attachment.forwards + 1
+        if not self._quiet.looks_at(attachment.name, forward, signature_of(args, kwargs, attachment.flags())):
+            return
+        self._check_no_other_engine()
         visit = self._engine.open_visit(attachment.name, attachment.module, forward, self._why_untouched())
         if self._open:
             self._open[-1][0].visit = None

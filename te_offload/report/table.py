@@ -62,6 +62,10 @@ def totals(step: StepRecord) -> str:
         f"{step.step_ms:.2f} ms, of these {step.throttled_ms:.2f} waiting for copies out and {step.exposed_ms:.2f} for "
         f"copies back{', chosen by a plan' if step.planned else ''}; rank {step.rank}.",
     ]
+    if step.unseen:
+        lines.append(
+            f"{step.unseen} forwards were not looked at: nothing has gone for some steps, and nothing changed."
+        )
     if step.host_failure is not None:
         lines.append(f"The system refused host memory: {step.host_failure}. Lower host_limit, or raise ulimit -l.")
     return "\n".join(lines)

@@ -67,6 +67,7 @@ def record(layers: int = 4, forward: float = 10.0, backward: float = 20.0, **kep
         host_held=total,
         host_allocations=1,
         host_failure=None,
+        unseen=0,
         exempt_bytes=0,
         abandoned=0,
         planned=False,

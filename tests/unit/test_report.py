@@ -46,6 +46,7 @@ STEP = StepRecord(
     host_held=3 * 2**20,
     host_allocations=2,
     host_failure=None,
+    unseen=0,
     exempt_bytes=1024,
     abandoned=0,
     planned=True,
