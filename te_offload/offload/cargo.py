@@ -66,11 +66,13 @@ class Cargo:
         users: weak references to the handles. untaken: how many of them have not handed their tensor over.
         sources: the saved tensors while the copy out may read them. modified: one of them was written to before that.
         ready: the mark after which the bytes are there to be copied.
+        asked: the backward asked for the bytes after they had left.
         recalled: the backward read the bytes before they had left the device.
-        needed: the moment at which the backward needed them, before it waited.
+        needed: the moment at which the backward needed them, before it waited, if that is timed.
     """
 
     modified = False
+    asked = False
     recalled = False
     counted = False
     untaken = 0

@@ -18,6 +18,7 @@ import torch
 from te_offload.errors import CopyError
 
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the direction follows from the addresses
+_FEW = 4  # pieces up to which single calls take the host less time
 _ORDERED_BY_STREAM = 1  # cudaMemcpySrcAccessOrderStream
 
 
@@ -73,7 +74,7 @@ class Copier:
             self._start(pieces, stream)
 
     def _start(self, pieces: Sequence[tuple[int, int, int]], stream: int) -> None:
-        if len(pieces) == 1 or not self.batches:
+        if len(pieces) <= _FEW or not self.batches:
             for source, target, nbytes in pieces:
                 self._check(self._single(target, source, nbytes, _DEFAULT_KIND, stream), 1, nbytes)
             return

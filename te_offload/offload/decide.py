@@ -193,6 +193,8 @@ def _are_plain(load: Load) -> bool:
 def _reason_to_stay(
     entry: SlotEntry, tensors: list[torch.Tensor], plain: bool, rules: Rules, device: torch.device
 ) -> Reason:
+    if entry.once and len(entry.handles) == 1:
+        tensors = tensors[:1]  # all were made in one call: they are on one device, and nobody could mark them
     if not rules.enabled:
         return Reason.DISABLED
     if entry.visit.keep is not Reason.NONE:
@@ -203,7 +205,7 @@ def _reason_to_stay(
         return Reason.MARKED
     if not plain:
         return Reason.NOT_PLAIN
-    if tensors[0].device != device or (len(tensors) > 1 and any(tensor.device != device for tensor in tensors)):
+    if any(tensor.device != device for tensor in tensors):
         return Reason.OTHER_DEVICE
     if entry.nbytes < rules.min_bytes:
         return Reason.TOO_SMALL

@@ -28,6 +28,8 @@ from te_offload.slots import Reason
 HISTORY = 4  # steps whose records are kept; their events serve the steps after them
 GROWTH_STEPS = 3  # steps in which host memory may be taken from the system
 FIRST_BOUND = 256 << 20  # bytes in flight each way until something was measured
+TIMED_FIRST = 8  # steps that are timed, and
+TIMED_EVERY = 8  # from then on one in so many
 _ADAPT_FIRST = 4  # steps before which the bounds are looked at before each step, and
 _ADAPT_EVERY = 16  # from then on every so many steps
 
@@ -56,6 +58,7 @@ class Engine:
 
     Attributes:
         visits: the forwards of this step, or of the last one.
+        steps: how many are over. times_next: whether the next one is timed in any case.
         owned_storages: of the parameters of layers, as far as looked up in this step.
     """
 
@@ -81,9 +84,11 @@ class Engine:
         self.visits: list[LayerVisit] = []
         self.owned_storages: dict[str, frozenset[int]] = {}
         self.steps = 0
+        self.times_next = False
         self._adapts = max_in_flight is None
         self._reserve = host.reserve
         self._growth_steps = growth_steps
+        self._last_timed: StepRecord | None = None  # of those that are no longer among the last steps
         self._finished: collections.deque[FinishedStep | StepRecord] = collections.deque(maxlen=HISTORY)
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -95,12 +100,15 @@ class Engine:
             self._reserve = 0
         if self._adapts:
             self._adapt()
+        transfer = self.mover.transfer
+        transfer.timed = self.times_next or self.steps < TIMED_FIRST or self.steps % TIMED_EVERY == 0
+        self.times_next = False
         self.mover.counts = Counts()
         self.pool.peak_bytes = self.pool.live_bytes
         self.visits = []
         self.owned_storages = {}
         self.returns.begin_step(self.visits)
-        self._began = self.mover.transfer.mark()
+        self._began = transfer.mark()
 
     def open_visit(self, layer: str, module: torch.nn.Module | None, forward: int, stays: Reason) -> LayerVisit:
         """A forward begins; its hooks are not on yet."""
@@ -128,7 +136,12 @@ class Engine:
             return
         oldest = self._finished[0] if len(self._finished) == HISTORY else None
         if isinstance(oldest, FinishedStep):
-            oldest.forget()
+            if oldest.timed and oldest.is_over():
+                oldest = resolve(oldest, self.mover.transfer)
+            else:
+                oldest.forget()
+        if isinstance(oldest, StepRecord) and oldest.timed:
+            self._last_timed = oldest
         self._finished.append(
             FinishedStep(
                 index=self.steps,
@@ -137,6 +150,7 @@ class Engine:
                 counts=self.mover.counts,
                 abandoned=abandoned,
                 planned=self.rules.plan is not None,
+                timed=self.mover.transfer.timed,
                 began=self._began,
                 ended=ended,
                 host_peak=self.pool.peak_bytes,
@@ -169,8 +183,17 @@ class Engine:
 
     def latest_record(self, *, wait: bool) -> StepRecord | None:
         """The record of the last step; unless ``wait``, of the last one that the device has passed already."""
+        return self._latest(wait=wait, timed=False)
+
+    def latest_timed_record(self) -> StepRecord | None:
+        """The record of the last timed step that the device has passed already."""
+        return self._latest(wait=False, timed=True) or self._last_timed
+
+    def _latest(self, *, wait: bool, timed: bool) -> StepRecord | None:
         for position in reversed(range(len(self._finished))):
             step = self._finished[position]
+            if timed and not step.timed:
+                continue
             if isinstance(step, FinishedStep) and (wait or step.is_over()):
                 step = self._finished[position] = resolve(step, self.mover.transfer)
             if isinstance(step, StepRecord):
@@ -180,7 +203,7 @@ class Engine:
     def _adapt(self) -> None:
         """Set both bounds to what the last step that the device has passed shows to be needed."""
         if self.steps < _ADAPT_FIRST or self.steps % _ADAPT_EVERY == 0:
-            record = self.latest_record(wait=False)
+            record = self.latest_timed_record()
             bounds = bounds_for(record) if record is not None else None
             if bounds is not None:
                 self.mover.max_in_flight, self.returns.max_ahead = int(bounds.out), int(bounds.back)

@@ -32,6 +32,7 @@ class FinishedStep:
     counts: Counts
     abandoned: int
     planned: bool
+    timed: bool
     began: Mark
     ended: Mark
     host_peak: int
@@ -62,14 +63,15 @@ class FinishedStep:
 def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
     """The record of a step; waits until the device has passed it."""
     step.wait()
-    rows = tuple(row for visit in step.visits for row in _rows(visit, transfer))
+    clock = transfer if step.timed else None
+    rows = tuple(row for visit in step.visits for row in _rows(visit, clock))
     copies = [cargo for visit in step.visits for cargo in visit.cargos]
     counts = step.counts
     record = StepRecord(
         index=step.index,
         rank=_rank(),
         slots=rows,
-        windows=_windows(step, transfer),
+        windows=() if clock is None else _windows(step, clock),
         residency=tuple(Residency(*moment) for moment in counts.residency),
         bytes_out=counts.bytes_out,
         bytes_back=counts.bytes_back,
@@ -85,9 +87,10 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         exempt_bytes=sum(visit.exempt_bytes for visit in step.visits),
         abandoned=step.abandoned,
         planned=step.planned,
-        step_ms=transfer.milliseconds(step.began, step.ended),
-        out_ms=sum(duration(transfer, cargo.out) for cargo in copies if cargo.out),
-        back_ms=sum(duration(transfer, cargo.back) for cargo in copies if cargo.back),
+        timed=step.timed,
+        step_ms=0.0 if clock is None else clock.milliseconds(step.began, step.ended),
+        out_ms=0.0 if clock is None else sum(duration(clock, cargo.out) for cargo in copies if cargo.out),
+        back_ms=0.0 if clock is None else sum(duration(clock, cargo.back) for cargo in copies if cargo.back),
     )
     for visit in step.visits:  # the handles of a graph that lives on hold the visit, and need no more than its name
         visit.forget()
@@ -99,28 +102,33 @@ def _rank() -> int:
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
-def _rows(visit: LayerVisit, transfer: Transfer) -> list[SlotRecord]:
+def _rows(visit: LayerVisit, clock: Transfer | None) -> list[SlotRecord]:
     """A row for each slot; tensors that nobody named share a row where their fate, reason and outcome are the same."""
     rows: dict[Any, SlotRecord] = {}
     for position, entry in enumerate(visit.entries):
-        row = _row(entry, visit.forward, transfer)
+        row = _row(entry, visit.forward, clock)
         key = position if entry.slot is not SlotName.OTHER else (row.fate, row.reason, row.outcome)
         rows[key] = _together(rows[key], row) if key in rows else row
     return list(rows.values())
 
 
-def _row(entry: SlotEntry, forward: int, transfer: Transfer) -> SlotRecord:
+def _row(entry: SlotEntry, forward: int, clock: Transfer | None) -> SlotRecord:
     cargo = entry.cargo
-    share = entry.bytes_out / cargo.copied if cargo and cargo.copied else 0.0  # of the time of slots that go together
-    out = share * duration(transfer, cargo.out) if cargo and cargo.out else None
-    back = share * duration(transfer, cargo.back) if cargo and cargo.back else None
-    exposed = _exposed(cargo, transfer)
+    out = back = None
+    exposed = 0.0
+    if clock is not None and cargo is not None and cargo.copied:
+        share = entry.bytes_out / cargo.copied  # of the time of slots that go together
+        out = share * duration(clock, cargo.out) if cargo.out else None
+        back = share * duration(clock, cargo.back) if cargo.back else None
+        exposed = share * _exposed(cargo, clock)
     outcome = Outcome.NONE
     if entry.fate is Fate.OFFLOADED and cargo is not None and cargo.out is not None:
         if cargo.recalled:
             outcome = Outcome.RECALLED
-        elif cargo.needed is None:
+        elif not cargo.asked:
             outcome = Outcome.UNREAD
+        elif clock is None:
+            outcome = Outcome.BACK
         else:
             outcome = Outcome.LATE if exposed > _LATE_MS else Outcome.HIT
     return SlotRecord(
@@ -136,7 +144,7 @@ def _row(entry: SlotEntry, forward: int, transfer: Transfer) -> SlotRecord:
         outcome=outcome,
         out_ms=out,
         back_ms=back,
-        exposed_ms=share * exposed,
+        exposed_ms=exposed,
     )
 
 
@@ -161,8 +169,8 @@ def _together(one: SlotRecord, other: SlotRecord) -> SlotRecord:
     )
 
 
-def _exposed(cargo: Cargo | None, transfer: Transfer) -> float:
-    if cargo is None or cargo.needed is None or cargo.back is None:
+def _exposed(cargo: Cargo, transfer: Transfer) -> float:
+    if cargo.needed is None or cargo.back is None:
         return 0.0
     return max(0.0, transfer.milliseconds(cargo.needed, cargo.back.ended))
 

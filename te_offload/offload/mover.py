@@ -93,7 +93,8 @@ class Mover:
             if not cargo.out.ended.is_over():
                 if self.in_flight <= self.max_in_flight or len(self._leaving) == 1:
                     break
-                self.counts.throttles.append((self.transfer.mark(), cargo.out.ended))
+                if self.transfer.timed:
+                    self.counts.throttles.append((self.transfer.mark(), cargo.out.ended))
                 self.transfer.block_compute(cargo.out.ended)
             self._leaving.popleft()
             self._let_go(cargo)
@@ -168,10 +169,12 @@ class Mover:
             self.start_back(cargo, self.transfer.mark())
         if cargo.state is SlotState.RETURNING:
             assert cargo.back is not None
+            cargo.asked = True
             if cargo.back.ended.is_over():
                 cargo.needed = cargo.back.ended
             else:
-                cargo.needed = self.transfer.mark()
+                if self.transfer.timed:
+                    cargo.needed = self.transfer.mark()
                 self.transfer.block_compute(cargo.back.ended)
             cargo.move(SlotState.RETURNED)
 

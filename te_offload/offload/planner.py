@@ -73,15 +73,19 @@ class Planner:
             if record.index > 0:  # page-locking disturbs the times of the first step
                 self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
         elif self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift:
-            self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
+            if record.timed:
+                self._link = None  # other jobs may share it by now
+                self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
+            else:
+                engine.times_next = True
 
     def _plan_together(self, engine: Engine) -> None:
         """The same steps on every rank: one collective, and none at other steps."""
-        due = engine.steps == 2 or (engine.steps > 2 and engine.steps % _TOGETHER_EVERY == 0)
+        due = engine.steps == 2 or (engine.steps > 2 and engine.steps % _TOGETHER_EVERY == 1)  # after a timed step
         if not due:
             return
         record = engine.latest_record(wait=True)
-        assert record is not None
+        assert record is not None and record.timed
         mine = (record, self._rates(engine), engine.mover.max_in_flight, engine.returns.max_ahead)
         everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
         torch.distributed.all_gather_object(everyone, mine, group=self._group)

@@ -24,6 +24,8 @@ class Outcome(str, enum.Enum):
     """The backward waited for it."""
     RECALLED = "never left"
     """The backward needed it before its memory had been given up: nothing was copied back."""
+    BACK = "back"
+    """It came back, in a step that was not timed."""
     UNREAD = "unread"
     """No backward asked for it in its step."""
 
@@ -43,7 +45,7 @@ class SlotRecord:
         reason: why it was not offloaded.
         bytes_out: bytes copied to the host for it; less than ``nbytes`` where a slot before it held the same memory.
         outcome: how it came back.
-        out_ms, back_ms: how long its copies took; ``None`` where there was none.
+        out_ms, back_ms: how long its copies took; ``None`` where there was none, or it was not timed.
         exposed_ms: how long the backward waited for it.
     """
 
@@ -130,6 +132,7 @@ class StepRecord:
         exempt_bytes: bytes of tensors that are never offloaded (weights, their copies, metadata), each forward's counted.
         abandoned: slots offloaded whose backward did not come in the step.
         planned: whether a plan chose the slots.
+        timed: whether times were taken; if not, all of them are ``None`` or 0, and there are no windows.
         step_ms: the device's time from the step's begin to its end.
         out_ms, back_ms: time during which a copy out, or back, was under way.
     """
@@ -153,6 +156,7 @@ class StepRecord:
     exempt_bytes: int
     abandoned: int
     planned: bool
+    timed: bool
     step_ms: float
     out_ms: float
     back_ms: float

@@ -198,6 +198,7 @@ class OffloadSession:
 
         When nothing has gone for four steps, the session looks at one step in eight, and at every forward whose input has
         another shape, or whose ops have other arguments, than it had; a step in which it looked at nothing has no record.
+        Times are taken in the first eight steps and in one step in eight after them; other records have none.
         """
         return self._engine.records() if self._engine is not None else ()
 
@@ -212,7 +213,7 @@ class OffloadSession:
         return self._engine.pool.live_bytes if self._engine is not None else 0
 
     def report(self) -> str:
-        """The last step as a table.
+        """The last step whose times were taken, as a table.
 
         Raises:
             StateError: no step has ended yet.
@@ -220,9 +221,9 @@ class OffloadSession:
         from te_offload.report.table import step_table
 
         records = self.records
-        if not records:
+        if self._engine is None or not records:
             raise StateError("No step has ended yet, so there is nothing to report. Run one `with session.step():`.")
-        return step_table(records[-1])
+        return step_table(self._engine.latest_timed_record() or records[-1])
 
     # The step --------------------------------------------------------------------------------------------------------
 

@@ -33,14 +33,20 @@ class Mark(Protocol):
 
 
 class Copy(NamedTuple):
-    """One copy: when it began and ended."""
+    """One copy: when it began, if it is timed, and ended."""
 
-    began: Mark
+    began: Mark | None
     ended: Mark
 
 
 class Transfer(Protocol):
-    """Copies out to the host and back."""
+    """Copies out to the host and back.
+
+    Attributes:
+        timed: whether the marks made now can be timed. Marks cost the host less if they cannot.
+    """
+
+    timed: bool
 
     def mark(self) -> Mark:
         """The end of the work queued so far on the compute stream."""
@@ -55,7 +61,7 @@ class Transfer(Protocol):
         """Make later work of the compute stream wait for a mark. Does not block the host on a GPU."""
 
     def milliseconds(self, first: Mark, second: Mark) -> float:
-        """Time between two marks that have passed; negative if the second one passed first."""
+        """Time between two marks that have passed and can be timed; negative if the second one passed first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +81,15 @@ class _Moment:
 class CpuTransfer:
     """Between two pools of CPU memory: each copy is over when the call returns."""
 
+    timed = True
+
     def mark(self) -> Mark:
         """See `Transfer.mark`."""
         return _Moment(time.perf_counter())
 
     def copy_out(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         """See `Transfer.copy_out`."""
-        began = self.mark()
+        began = self.mark() if self.timed else None
         for source, target, nbytes in pieces:
             ctypes.memmove(target, source, nbytes)
         return Copy(began, self.mark())
@@ -141,7 +149,8 @@ class CudaTransfer:
         self._out = _Way(stream or torch.cuda.Stream(self._index))
         self._back = _Way(stream or torch.cuda.Stream(self._index))
         self._copier = Copier(self._index)
-        self._events: list[torch.cuda.Event] = []
+        self.timed = True
+        self._events: dict[bool, list[torch.cuda.Event]] = {True: [], False: []}
         self._compute_streams: dict[int, torch.cuda.Stream] = {}
 
     def mark(self) -> Mark:
@@ -174,13 +183,13 @@ class CudaTransfer:
             way.first = after[0]
         for mark in waits:
             mark.event.wait(stream)  # type: ignore[attr-defined]
-        began = self._record(stream)  # not what it comes after: the host may be late
+        began = self._record(stream) if self.timed else None  # not what it comes after: the host may be late
         self._copier.start(pieces, way.handle)
         return Copy(began, self._record(stream))
 
     def _record(self, stream: torch.cuda.Stream) -> Mark:
-        events = self._events
-        event = events.pop() if events else torch.cuda.Event(enable_timing=True)
+        events = self._events[self.timed]
+        event = events.pop() if events else torch.cuda.Event(enable_timing=self.timed)
         event.record(stream)
         return _CudaMark(event, events)
 
@@ -194,7 +203,8 @@ class CudaTransfer:
 
 
 def duration(transfer: Transfer, copy: Copy) -> float:
-    """Milliseconds of a copy that has ended."""
+    """Milliseconds of a timed copy that has ended."""
+    assert copy.began is not None
     return transfer.milliseconds(copy.began, copy.ended)
 
 

@@ -65,7 +65,8 @@ class LayerVisit:
         key: layer and forward. number: of this forward among those of the step.
         cargos: what left the device, in order. read: whether the backward has read of it.
         keep: why all of this forward stays on the device, if it does; it is recorded all the same.
-        began, ended, needed: marks of the forward, and of the first read; none where it is left alone.
+        began, ended, needed: marks of the forward (its begin if that is timed), and of the first read; none where it is
+            left alone.
     """
 
     def __init__(self, layer: str, module: torch.nn.Module | None, forward: int, engine: Engine, stays: Reason) -> None:
@@ -107,7 +108,8 @@ class LayerVisit:
     def open(self) -> None:
         """Begin to take what the forward saves, unless it must be left alone."""
         if self._stays is Reason.NONE:
-            self.began = self._engine.mover.transfer.mark()
+            if self._engine.mover.transfer.timed:
+                self.began = self._engine.mover.transfer.mark()
             self._pack = self.pack  # one object, so that it is known again
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, give_out)
             self._hooks.__enter__()

@@ -93,7 +93,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
 
     def _checked_splits(self, input_: torch.Tensor, split_sizes: torch.Tensor) -> list[int]:
         op = type(self).__name__
-        sizes = [int(size) for size in split_sizes.tolist()]
+        sizes: list[int] = split_sizes.tolist()
         tokens = input_.numel() // max(self.in_features, 1)
         if len(sizes) != self.num_groups:
             raise ArgumentError(

@@ -62,6 +62,8 @@ def totals(step: StepRecord) -> str:
         f"{step.step_ms:.2f} ms, of these {step.throttled_ms:.2f} waiting for copies out and {step.exposed_ms:.2f} for "
         f"copies back{', chosen by a plan' if step.planned else ''}; rank {step.rank}.",
     ]
+    if not step.timed:
+        lines[-1] = f"No times were taken in this step; rank {step.rank}."
     if step.unseen:
         lines.append(
             f"{step.unseen} forwards were not looked at: nothing has gone for some steps, and nothing changed."

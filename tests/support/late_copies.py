@@ -71,6 +71,7 @@ class LateTransfer:
     """
 
     def __init__(self, seed: int | None = None, *, reorder: bool = False, tear: bool = False) -> None:
+        self.timed = True
         self.random = None if seed is None else random.Random(seed)
         self.reorder = reorder
         self.tear = tear

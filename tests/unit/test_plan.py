@@ -71,6 +71,7 @@ def record(layers: int = 4, forward: float = 10.0, backward: float = 20.0, **kep
         exempt_bytes=0,
         abandoned=0,
         planned=False,
+        timed=True,
         step_ms=layers * (forward + backward),
         out_ms=total / (10 * MIB),
         back_ms=total / (10 * MIB),

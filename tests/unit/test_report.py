@@ -50,6 +50,7 @@ STEP = StepRecord(
     exempt_bytes=1024,
     abandoned=0,
     planned=True,
+    timed=True,
     step_ms=6.5,
     out_ms=0.04,
     back_ms=0.05,

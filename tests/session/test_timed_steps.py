@@ -1,0 +1,68 @@
+"""Times are taken in some steps; what the other steps' records leave out, and what is done without times."""
+
+from __future__ import annotations
+
+import pytest
+
+from te_offload import OffloadSession, Outcome
+from te_offload.offload import engine as engine_module
+from te_offload.offload.engine import TIMED_EVERY, TIMED_FIRST
+from tests.session.test_lifetime import SPLITS, Stack
+from tests.support.late_copies import LateTransfer
+from tests.support.mlp import assert_same_bits, run
+
+
+def test_steps_after_the_first_ones_are_timed_one_in_so_many() -> None:
+    model = Stack()
+    with OffloadSession(model.layers, min_bytes=0) as session:
+        timed = []
+        for _ in range(TIMED_FIRST + 2 * TIMED_EVERY):
+            with session.step():
+                run(model, SPLITS)
+            timed.append(session.records[-1].timed)
+    assert timed == [number < TIMED_FIRST or number % TIMED_EVERY == 0 for number in range(len(timed))]
+
+
+def test_record_without_times_has_bytes_and_outcomes_and_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: LateTransfer())
+    monkeypatch.setattr(engine_module, "TIMED_FIRST", 0)
+    model = Stack(4)
+    expected = run(Stack(4), SPLITS)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0) as session:
+        for _ in range(2):
+            model.zero_grad()
+            with session.step():
+                found = run(model, SPLITS)
+        first, record = session.records
+        assert first.timed and first.step_ms > 0 and first.windows
+        assert not record.timed and record.step_ms == record.out_ms == record.exposed_ms == 0 and record.windows == ()
+        assert record.bytes_out == first.bytes_out > 0 and record.bytes_back == first.bytes_back > 0
+        outcomes = {row.outcome for row in record.slots if row.op}
+        assert Outcome.BACK in outcomes and outcomes <= {Outcome.BACK, Outcome.RECALLED}
+        assert all(row.out_ms is None and row.back_ms is None for row in record.slots)
+        assert "Slots of step 0" in session.report()  # which has times
+    assert_same_bits(expected, found)
+
+
+def test_last_timed_step_is_reported_when_it_is_no_longer_among_the_last_steps() -> None:
+    model = Stack()
+    with OffloadSession(model.layers, min_bytes=0) as session:
+        for _ in range(TIMED_FIRST + TIMED_EVERY - 1):
+            with session.step():
+                run(model, SPLITS)
+        assert not any(record.timed for record in session.records)
+        assert f"Slots of step {TIMED_FIRST}" in session.report()
+
+
+def test_drift_in_a_step_without_times_has_the_next_one_timed_and_planned_from() -> None:
+    model = Stack()
+    with OffloadSession(model.layers, min_bytes=0, fraction=0.5) as session:
+        for _ in range(TIMED_FIRST + 2):
+            with session.step():
+                run(model, SPLITS)
+        plan = session.plan
+        for number in range(3):  # drift is seen after the first one, times are taken in the second one
+            with session.step():
+                run(model, tuple(3 * size for size in SPLITS))
+            assert session.records[-1].timed == (number == 1)
+            assert (session.plan is plan) == (number < 2)
