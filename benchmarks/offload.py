@@ -56,6 +56,7 @@ def ways(layers: int) -> list[Way]:
         Way(f"{TE}, {some} of {layers}, retained buffers", "te", some, retain=True),
         Way(f"{TE}, {some} of {layers}, defaults", "te", some),
         Way(f"{TE}, {some} of {layers}, retained, plain te.ops", "te", some, retain=True, plain=True),
+        Way(f"{TE} v1, {some} of {layers}", "te-v1", some),
         Way(f"te_offload, {some} of {layers}, act_input kept", "te_offload", some, keep_act=True),
         Way("te_offload, a plan for a tenth of the bytes", "te_offload", layers, fraction=0.1),
     ]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch import cpu_offload
 
 import te_offload
 from te_offload import OffloadSession, Plan, PlannedSlot, ops
@@ -85,7 +86,8 @@ class Way:
 
     Attributes:
         name: in the table.
-        engine: ``None``, ``"te_offload"``, ``"te"`` (Transformer Engine's context), ``"drop-in"`` (ours of its signature),
+        engine: ``None``, ``"te_offload"``, ``"te"`` (Transformer Engine's context), ``"te-v1"`` (the one that it has under
+            ``NVTE_CPU_OFFLOAD_V1=1``; the variable is set while this way runs), ``"drop-in"`` (ours of its signature),
             ``"megatron"`` (Megatron-core's fine-grained manager, a group a layer; it keeps the last one by itself).
         going: layers whose slots go, from the first one.
         keep_act: whether `act_input` stays. plain: plain `te.ops`. retain: retain_pinned_cpu_buffers.
@@ -102,6 +104,17 @@ class Way:
     fraction: float | None = None
     max_in_flight: str | None = None
     min_bytes: str = "1MiB"
+
+
+@contextlib.contextmanager
+def _v1(on: bool) -> Iterator[None]:
+    """As if ``NVTE_CPU_OFFLOAD_V1=1`` had been set, so that all ways run in one process."""
+    before = cpu_offload.NVTE_CPU_OFFLOAD_V1
+    cpu_offload.NVTE_CPU_OFFLOAD_V1 = before or on
+    try:
+        yield
+    finally:
+        cpu_offload.NVTE_CPU_OFFLOAD_V1 = before
 
 
 class Variant:
@@ -140,14 +153,15 @@ class Variant:
 
     def _use_context(self, way: Way) -> None:
         get = te_offload.get_cpu_offload_context if way.engine == "drop-in" else te.get_cpu_offload_context
-        context, sync = get(
-            enabled=True,
-            num_layers=way.going,
-            model_layers=self.shape.layers,
-            offload_activations=True,
-            offload_weights=False,
-            retain_pinned_cpu_buffers=way.retain,
-        )
+        with _v1(way.engine == "te-v1"):
+            context, sync = get(
+                enabled=True,
+                num_layers=way.going,
+                model_layers=self.shape.layers,
+                offload_activations=True,
+                offload_weights=False,
+                retain_pinned_cpu_buffers=way.retain,
+            )
 
         def wrap(layer: torch.nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
             with context:
@@ -186,7 +200,8 @@ class Variant:
         )
         if self.megatron is not None:
             self.megatron.init_chunk_handler(1, 0, 1 << 20)
-        with self.session.step() if self.session else contextlib.nullcontext(), recipe:
+        step = self.session.step() if self.session else _v1(self.way.engine == "te-v1")
+        with step, recipe:
             yield
         if self.megatron is not None:
             self.megatron.reset()

@@ -85,6 +85,8 @@ class Engine:
         self.owned_storages: dict[str, frozenset[int]] = {}
         self.steps = 0
         self.times_next = False
+        self._nodes: tuple[int, ...] = ()  # where the pool's pages lie, and
+        self._nodes_at = 0  # after which of its allocations that was looked up
         self._adapts = max_in_flight is None
         self._reserve = host.reserve
         self._growth_steps = growth_steps
@@ -116,18 +118,21 @@ class Engine:
         self.visits.append(visit)
         return visit
 
-    def end_step(self, *, unseen: int = 0) -> None:
+    def end_step(self, *, unseen: int = 0, growth: float = 1.0) -> None:
         """The step is over: leave nothing behind, and keep what its record needs.
 
         Args:
             unseen: forwards that nobody looked at. If there are no others, the step has no record.
+            growth: how much more host memory than this one a later step may need.
         """
         ended = self.mover.transfer.mark()
         abandoned = sum(cargo.slots for visit in self.visits for cargo in visit.cargos if cargo.lease)
         for visit in self.visits:
             visit.release()
         self.mover.drain()
-        self.pool.settle()
+        leases = sum(len(visit.cargos) for visit in self.visits)  # each rounded up to 512 bytes
+        self.pool.settle(int(self.pool.peak_bytes * growth) + 512 * leases if growth > 1 else 0)
+        self._find_nodes()
         self.returns.end_step()
         if self.verifier is not None:
             self.verifier.forget()
@@ -150,17 +155,24 @@ class Engine:
                 counts=self.mover.counts,
                 abandoned=abandoned,
                 planned=self.rules.plan is not None,
+                forecast=self.rules.plan.forecast if self.rules.plan is not None else None,
                 timed=self.mover.transfer.timed,
                 began=self._began,
                 ended=ended,
                 host_peak=self.pool.peak_bytes,
                 host_held=self.pool.held_bytes,
                 host_allocations=self.pool.allocations,
+                host_node=self.pool.node,
+                host_nodes=self._nodes,
                 host_failure=self.pool.failure,
                 unseen=unseen,
             )
         )
         self._count_step()
+
+    def _find_nodes(self) -> None:
+        if self.pool.node is not None and self._nodes_at != self.pool.allocations:
+            self._nodes, self._nodes_at = tuple(sorted(self.pool.nodes)), self.pool.allocations
 
     def _count_step(self) -> None:
         self.steps += 1

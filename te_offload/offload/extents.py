@@ -189,7 +189,9 @@ def find_runs(strips: Sequence[Strip], *, across_storages: bool) -> Runs:
         if strip.begin == strip.end:
             return Runs((), (None,), 0)
         start = max(strip.begin - strip.begin % ALIGNMENT, strip.storage_begin)
-        return Runs((Run(start, strip.end - start),), ((0, strip.begin - start),), strip.end - strip.begin)
+        return Runs(
+            (Run(start, strip.end - start),), ((0, strip.begin - start),), strip.end - strip.begin - strip.gaps()
+        )
     runs: list[Run] = []
     places: list[tuple[int, int] | None] = [None] * len(strips)
     covered, begin, end, read_to = 0, 0, -1, -1

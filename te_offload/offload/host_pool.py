@@ -17,6 +17,7 @@ import torch
 from te_offload.errors import StateError
 from te_offload.offload import numa
 from te_offload.offload.arena import Arena, Block, aligned
+from te_offload.offload.extents import ALIGNMENT
 from te_offload.offload.transfer import Mark
 from te_offload.units import format_bytes
 
@@ -173,12 +174,24 @@ class HostPool:
         self._arena.give(blocks, uses)
         self.live_bytes -= lease.nbytes
 
-    def settle(self) -> None:
-        """Between steps: if nothing is on loan and there are several slabs, make one of their size together."""
-        if self.live_bytes == 0 and len(self._slabs) > 1 and self.may_grow:
-            nbytes = self.held_bytes
+    def settle(self, at_least: int = 0) -> None:
+        """Between steps: if nothing is on loan and there are several slabs, make one of their size together.
+
+        Args:
+            at_least: bytes that the slab has then, as far as the cap and the system let it.
+        """
+        if self.live_bytes or not self.may_grow:
+            return
+        held = self.held_bytes
+        wanted = aligned(at_least)
+        if self.limit is not None:
+            wanted = min(wanted, self.limit // ALIGNMENT * ALIGNMENT)
+        if held and (wanted > held or len(self._slabs) > 1):
             self.close()
-            self.reserve(nbytes)
+            if not self.reserve(max(wanted, held)):
+                refused, self.failure = self.failure, None
+                self.reserve(held)
+                self.failure = self.failure or refused
 
     def close(self) -> None:
         """Give all memory back to the system, after the copies that use it.

@@ -15,6 +15,7 @@ from te_offload.offload.cargo import Cargo
 from te_offload.offload.mover import Counts
 from te_offload.offload.record import Outcome, Residency, SlotRecord, StepRecord, Window
 from te_offload.offload.saved import SlotEntry
+from te_offload.offload.timeline import Forecast
 from te_offload.offload.transfer import Mark, Transfer, duration
 from te_offload.offload.visit import LayerVisit
 from te_offload.slots import Fate, SlotName
@@ -32,12 +33,15 @@ class FinishedStep:
     counts: Counts
     abandoned: int
     planned: bool
+    forecast: Forecast | None
     timed: bool
     began: Mark
     ended: Mark
     host_peak: int
     host_held: int
     host_allocations: int
+    host_node: int | None
+    host_nodes: tuple[int, ...]
     host_failure: str | None
     unseen: int
 
@@ -82,11 +86,15 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         host_peak=step.host_peak,
         host_held=step.host_held,
         host_allocations=step.host_allocations,
+        host_node=step.host_node,
+        host_nodes=step.host_nodes,
         host_failure=step.host_failure,
         unseen=step.unseen,
         exempt_bytes=sum(visit.exempt_bytes for visit in step.visits),
         abandoned=step.abandoned,
         planned=step.planned,
+        predicted_ms=step.forecast.step_ms if step.forecast else None,
+        predicted_waiting_ms=step.forecast.waiting_ms if step.forecast else None,
         timed=step.timed,
         step_ms=0.0 if clock is None else clock.milliseconds(step.began, step.ended),
         out_ms=0.0 if clock is None else sum(duration(clock, cargo.out) for cargo in copies if cargo.out),

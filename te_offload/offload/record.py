@@ -127,11 +127,14 @@ class StepRecord:
         host_peak: most bytes of host memory on loan at once, aligned to 512.
         host_held: bytes that the pool holds after the step (page-locked where the device is a GPU).
         host_allocations: how often the session has taken memory from the system so far.
+        host_node: the GPU's NUMA node, on which host memory was asked for; ``None`` if the machine has one or does not say.
+        host_nodes: the nodes on which sampled pages of it lie.
         host_failure: why the system refused host memory, if it did.
         unseen: forwards that were not looked at, since nothing has gone for some steps and nothing changed.
         exempt_bytes: bytes of tensors that are never offloaded (weights, their copies, metadata), each forward's counted.
         abandoned: slots offloaded whose backward did not come in the step.
         planned: whether a plan chose the slots.
+        predicted_ms, predicted_waiting_ms: what the plan foresaw: the step, and its waits for copies; ``None`` without one.
         timed: whether times were taken; if not, all of them are ``None`` or 0, and there are no windows.
         step_ms: the device's time from the step's begin to its end.
         out_ms, back_ms: time during which a copy out, or back, was under way.
@@ -151,11 +154,15 @@ class StepRecord:
     host_peak: int
     host_held: int
     host_allocations: int
+    host_node: int | None
+    host_nodes: tuple[int, ...]
     host_failure: str | None
     unseen: int
     exempt_bytes: int
     abandoned: int
     planned: bool
+    predicted_ms: float | None
+    predicted_waiting_ms: float | None
     timed: bool
     step_ms: float
     out_ms: float

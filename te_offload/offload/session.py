@@ -9,6 +9,7 @@ process. Does not: know what an op computes.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ class OffloadSession:
         host_limit: most bytes of host memory held; slots that do not fit stay on the device. ``None``: no limit.
         host_reserve: host memory taken when the first step begins. Default: what the first three steps need; in either
             case no more is taken after them, and what does not fit stays on the device.
+        max_tokens: most tokens (rows of the layers' input) that a step will have. Then the host memory of the first steps
+            is taken for so many, and random token counts find room.
         max_in_flight: most bytes on the device that wait only for their copy out, and most that are back before the
             backward reaches their layer; but for one slot. ``None``: 256 MiB, or what was measured to keep the link busy.
         verify: compare every restored slot with what was saved; slow, and costs the slots' host memory once more.
@@ -87,6 +90,7 @@ class OffloadSession:
         min_bytes: int | str = "1MiB",
         host_limit: int | str | None = None,
         host_reserve: int | str = 0,
+        max_tokens: int | None = None,
         max_in_flight: int | str | None = None,
         verify: bool = False,
         enabled: bool = True,
@@ -103,6 +107,12 @@ class OffloadSession:
         self._host = HostSettings(limit, reserve)
         self._max_in_flight = None if max_in_flight is None else parse_bytes(max_in_flight, "max_in_flight")
         self._verify = verify
+        if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int)):
+            raise ArgumentTypeError(f"max_tokens must be an int, but is {max_tokens!r} ({type(max_tokens).__name__}).")
+        if max_tokens is not None and max_tokens < 1:
+            raise ArgumentError(f"max_tokens must be positive, but is {max_tokens}.")
+        self._max_tokens = max_tokens
+        self._tokens = 0  # of this step: the most that a forward had
         modules = _list_layers(layers)
         self._device = _device_of(modules)
         self._engine: Engine | None = None
@@ -256,7 +266,9 @@ class OffloadSession:
         while self._open:
             self._pop().abort()
         self._quiet.end_step(self._engine.visits, self._engine.mover.counts.bytes_out)
-        self._engine.end_step(unseen=self._quiet.unseen)
+        growth = self._max_tokens / self._tokens if self._max_tokens is not None and self._tokens else 1.0
+        self._engine.end_step(unseen=self._quiet.unseen, growth=growth)
+        self._tokens = 0
         self._outer_hooks = None
 
     def _check_no_other_engine(self) -> None:
@@ -279,6 +291,8 @@ class OffloadSession:
             return
         assert self._engine is not None
         forward, attachment.forwards = attachment.forwards, attachment.forwards + 1
+        if self._max_tokens is not None:
+            self._tokens = max([self._tokens, *(_rows(value) for value in (*args, *kwargs.values()))])
         if not self._quiet.looks_at(attachment.name, forward, signature_of(args, kwargs, attachment.flags())):
             return
         self._check_no_other_engine()
@@ -325,6 +339,11 @@ class OffloadSession:
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _rows(value: Any) -> int:
+    """Rows of a layer's argument, if it is an activation: all but the last dimension."""
+    return math.prod(value.shape[:-1]) if isinstance(value, torch.Tensor) and value.ndim > 1 else 0
 
 
 def _top_hooks() -> Any:

@@ -62,12 +62,19 @@ def totals(step: StepRecord) -> str:
         f"{step.step_ms:.2f} ms, of these {step.throttled_ms:.2f} waiting for copies out and {step.exposed_ms:.2f} for "
         f"copies back{', chosen by a plan' if step.planned else ''}; rank {step.rank}.",
     ]
+    if step.predicted_ms is not None and step.predicted_waiting_ms is not None:
+        lines.append(f"The plan foresaw {step.predicted_ms:.2f} ms, {step.predicted_waiting_ms:.2f} of them waiting.")
     if not step.timed:
-        lines[-1] = f"No times were taken in this step; rank {step.rank}."
+        lines[2] = f"No times were taken in this step; rank {step.rank}."
     if step.unseen:
         lines.append(
             f"{step.unseen} forwards were not looked at: nothing has gone for some steps, and nothing changed."
         )
+    if step.host_node is not None:
+        found = ", ".join(map(str, step.host_nodes)) or "unknown"
+        wrong = set(step.host_nodes) - {step.host_node}
+        advice = " Copies over the other socket are slow: start the process with numactl --membind." if wrong else ""
+        lines.append(f"Host memory is on NUMA node {found}; the GPU's is {step.host_node}.{advice}")
     if step.host_failure is not None:
         lines.append(f"The system refused host memory: {step.host_failure}. Lower host_limit, or raise ulimit -l.")
     return "\n".join(lines)
