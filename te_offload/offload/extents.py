@@ -73,6 +73,14 @@ class Strip(NamedTuple):
         dense = self.sizes[0].numel() * self.dtype.itemsize == self.end - self.begin
         return (self.sizes[0], self.stride, self.dtype) if dense else None
 
+    def parts(self) -> list[tuple[int, int]]:
+        """Begin and end of what has no gap."""
+        if not self.pitch:
+            return [(self.begin, self.end)]
+        length = self.sizes[0].numel() * self.dtype.itemsize
+        begins = range(self.begin, self.end, self.pitch)
+        return [(begin, begin + length) for begin in begins]
+
     def gaps(self) -> int:
         """Bytes between the tensors."""
         if not self.pitch:
@@ -196,6 +204,7 @@ def find_runs(strips: Sequence[Strip], *, across_storages: bool) -> Runs:
     places: list[tuple[int, int] | None] = [None] * len(strips)
     covered, begin, end, read_to = 0, 0, -1, -1
     storages: frozenset[int] = frozenset()
+    overlap = False
     for index in sorted(range(len(strips)), key=lambda index: strips[index][:2]):
         strip = strips[index]
         first, last = strip.begin, strip.end
@@ -212,12 +221,22 @@ def find_runs(strips: Sequence[Strip], *, across_storages: bool) -> Runs:
         storages = strip.storages
         if last > end:
             end = last
+        overlap = overlap or first < read_to
         if last > read_to:
             covered += last - max(first, read_to) - strip.gaps()
             read_to = last
     if end >= 0:
         runs.append(Run(begin, end - begin))
-    return Runs(tuple(runs), tuple(places), covered)
+    return Runs(tuple(runs), tuple(places), _covered(strips) if overlap else covered)
+
+
+def _covered(strips: Sequence[Strip]) -> int:
+    """Bytes of strips that may overlap."""
+    total, read_to = 0, 0
+    for begin, end in sorted([part for strip in strips for part in strip.parts()]):
+        total += max(0, end - max(begin, read_to))
+        read_to = max(read_to, end)
+    return total
 
 
 def view_over(

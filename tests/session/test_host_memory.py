@@ -45,12 +45,12 @@ def test_without_a_maximum_what_the_first_steps_did_not_need_stays_on_the_device
 
 def test_host_limit_holds_against_a_declared_maximum() -> None:
     model = Stack()
-    with OffloadSession(model.layers, min_bytes=0, max_tokens=1 << 20, host_limit="16KiB") as session:
+    with OffloadSession(model.layers, min_bytes=0, max_tokens=1 << 20, host_limit="1MiB") as session:
         for splits in COUNTS:
             with session.step():
                 run(model, splits)
-            assert session.records[-1].host_held <= 16 << 10
-        assert session.records[-1].host_held == 16 << 10
+            assert session.records[-1].host_held <= 1 << 20
+        assert session.records[-1].host_held == 1 << 20
 
 
 @pytest.mark.parametrize(
