@@ -31,6 +31,8 @@ import torch
 
 from benchmarks.floor import floor_ms, time_layers
 from benchmarks.stack import Shape, Variant, Way, make_inputs
+from te_offload import StepRecord
+from te_offload.offload.record import BACKWARD_BEGINS
 from te_offload.offload.timeline import Link
 from te_offload.ops import te_adapter
 
@@ -79,7 +81,8 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
         grads = variant.gradients()
         reference = reference or [grad.clone() for grad in grads]
         same = all(torch.equal(one, other) for one, other in zip(reference, grads, strict=True))
-        rows.append({"name": way.name, "same_bits": same, "peak_bytes": variant.peak_bytes(), "ms": []})
+        peaks = variant.peak_bytes()
+        rows.append({"name": way.name, "same_bits": same, "peaks": peaks, "peak_bytes": max(peaks), "ms": []})
         variants.append(variant)
     del reference, grads
     gc.collect()
@@ -92,14 +95,14 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
             torch.cuda.synchronize()
             row["ms"].append(1e3 * (time.perf_counter() - start))
     times, link = time_layers(variants[1].model, inputs, shape)
-    alone = rows[1]["peak_bytes"]
     nothing = next(variant.session for variant in variants if variant.session is not None)
-    gradient = inputs[0].nbytes
-    saved_bytes = nothing.records[-1].peak_resident
+    saved = nothing.records[-1].peak_resident
+    beside = tuple(peak - saved for peak in rows[1]["peaks"])  # what a forward and a backward need beside saved tensors
     for variant, row in zip(variants, rows, strict=True):
         if variant.session is None:
             continue
-        record = variant.session.records[-1]
+        record = variant.session.timed_record
+        assert record is not None
         row |= {
             "bytes_out": record.bytes_out,
             "bytes_back": record.bytes_back,
@@ -114,9 +117,20 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
             "host_peak": record.host_peak,
             "floor_ms": floor_ms(record, times, link),
             "peak_resident": record.peak_resident,
-            "terms_bytes": alone - saved_bytes + record.peak_resident + gradient * (record.bytes_out > 0),
+            "predicted_ms": record.predicted_ms,
+            "terms_bytes": terms(record, beside),
         }
     return {"shape": shape.title, "link": vars_of(link), "layer_ms": times, "rows": rows}
+
+
+def terms(record: StepRecord, beside: tuple[int, int]) -> int:
+    """What the peak should be: saved tensors on the device and what the work needs beside them, in the worse half."""
+    moments = list(record.residency)
+    turn = next((number for number, moment in enumerate(moments) if moment.label == BACKWARD_BEGINS), len(moments))
+    halves = moments[:turn], moments[turn:]
+    return max(
+        max((moment.nbytes for moment in half), default=0) + extra for half, extra in zip(halves, beside, strict=True)
+    )
 
 
 def vars_of(link: Link) -> dict[str, float]:

@@ -212,15 +212,20 @@ class Variant:
         with self.around():
             self.model(x, splits, scales).backward(dy)
 
-    def peak_bytes(self) -> int:
-        """Torch's peak over one step, less what was there before it."""
-        self.inputs[0].grad = None
+    def peak_bytes(self) -> tuple[int, int]:
+        """Torch's peak in the forward and in the backward of one step, less what was there before the step."""
+        x, splits, scales, dy = self.inputs
+        x.grad = None
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        self.step()
+        with self.around():
+            y = self.model(x, splits, scales)
+            forward = torch.cuda.max_memory_allocated() - before
+            torch.cuda.reset_peak_memory_stats()
+            y.backward(dy)
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return forward, torch.cuda.max_memory_allocated() - before
 
     def gradients(self) -> list[torch.Tensor]:
         """Every gradient of one step, from zeroed buffers."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from te_offload.slots import Fate, Reason, SlotName, slot_title
 
+BACKWARD_BEGINS = "backward begins"  # the label in a step's residency
+
 
 class Outcome(str, enum.Enum):
     """How an offloaded slot came back."""

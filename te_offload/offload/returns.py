@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from te_offload.offload.record import BACKWARD_BEGINS
 from te_offload.offload.states import SlotState
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Returns:
 
     def read(self, visit: LayerVisit) -> None:
         """The backward reads the first tensor of a forward: bring all of it back, then what comes after it."""
+        if not self.reads:
+            self._mover.note(BACKWARD_BEGINS)
         self.reads.append(visit)
         self._mover.settle_recalled()
         free = self._mover.transfer.mark()

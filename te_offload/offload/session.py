@@ -213,6 +213,11 @@ class OffloadSession:
         return self._engine.records() if self._engine is not None else ()
 
     @property
+    def timed_record(self) -> StepRecord | None:
+        """The record of the last step whose times were taken and which the device has passed."""
+        return self._engine.latest_timed_record() if self._engine is not None else None
+
+    @property
     def plan(self) -> Plan | None:
         """The plan that chooses what goes, once there is one."""
         return self._planner.plan
@@ -231,9 +236,9 @@ class OffloadSession:
         from te_offload.report.table import step_table
 
         records = self.records
-        if self._engine is None or not records:
+        if not records:
             raise StateError("No step has ended yet, so there is nothing to report. Run one `with session.step():`.")
-        return step_table(self._engine.latest_timed_record() or records[-1])
+        return step_table(self.timed_record or records[-1])
 
     # The step --------------------------------------------------------------------------------------------------------
 

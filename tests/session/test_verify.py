@@ -115,11 +115,11 @@ class FreesTooEarly(Mover):
 class KnowsByAddress(Mover):
     """TRL#6241 (5): what lies at an address that was copied before counts as copied, though it was used again."""
 
-    known: set[tuple[int, ...]]
+    known: set[int]
 
     def send_out(self, cargo: Cargo, users: Any) -> None:
         super().send_out(cargo, users)
-        key = tuple(run.address for run in cargo.runs)
+        key = cargo.runs[0].address
         if key in self.known and cargo.out is not None:
             cargo.out.ended.pieces = []  # type: ignore[attr-defined]
         self.known.add(key)
