@@ -7,6 +7,7 @@ copies alone. Does not: know how a session schedules.
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 import time
 
@@ -30,6 +31,8 @@ def time_layers(model: Stack, inputs: tuple[torch.Tensor, ...], shape: Shape) ->
     """
     x, splits, scales, dy = inputs
     forward, backward = [], []
+    gc.collect()
+    gc.disable()
     for _ in range(20):
         x.grad = None
         recipe = te.autocast(enabled=True, recipe=Float8CurrentScaling()) if shape.fp8 else contextlib.nullcontext()
@@ -43,6 +46,7 @@ def time_layers(model: Stack, inputs: tuple[torch.Tensor, ...], shape: Shape) ->
         torch.cuda.synchronize()
         forward.append(1e3 * (middle - start))
         backward.append(1e3 * (time.perf_counter() - middle))
+    gc.enable()
     device = torch.device("cuda", torch.cuda.current_device())
     pool = HostPool(None, pinned=True)
     pool.reserve(256 << 20)

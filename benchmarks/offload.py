@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.floor import floor_ms, time_layers
-from benchmarks.stack import Shape, Variant, Way, make_inputs
+from benchmarks.stack import Shape, Stack, Variant, Way, make_inputs
 from te_offload import StepRecord
 from te_offload.offload.record import BACKWARD_BEGINS
 from te_offload.offload.timeline import Link
@@ -86,7 +86,9 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
         variants.append(variant)
     del reference, grads
     gc.collect()
+    gc.disable()  # as Megatron-LM (--manual-gc) and torchtitan train: garbage is collected between steps
     for number in range(rounds):
+        gc.collect()
         pairs = list(zip(variants, rows, strict=True))
         for variant, row in pairs if number % 2 == 0 else reversed(pairs):
             torch.cuda.synchronize()
@@ -94,10 +96,9 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
             variant.step()
             torch.cuda.synchronize()
             row["ms"].append(1e3 * (time.perf_counter() - start))
+    gc.enable()
     times, link = time_layers(variants[1].model, inputs, shape)
-    nothing = next(variant.session for variant in variants if variant.session is not None)
-    saved = nothing.records[-1].peak_resident
-    beside = tuple(peak - saved for peak in rows[1]["peaks"])  # what a forward and a backward need beside saved tensors
+    beside = needs_beside(shape, inputs, variants[0].model)
     for variant, row in zip(variants, rows, strict=True):
         if variant.session is None:
             continue
@@ -121,6 +122,21 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
             "terms_bytes": terms(record, beside),
         }
     return {"shape": shape.title, "link": vars_of(link), "layer_ms": times, "rows": rows}
+
+
+def needs_beside(shape: Shape, inputs: tuple[torch.Tensor, ...], model: Stack) -> tuple[int, int]:
+    """Bytes that a forward and a backward need beside saved tensors, where a session takes the slots and keeps them all.
+
+    Not those without a session: there Transformer Engine holds all that a layer saved until its backward is over.
+    """
+    variant = Variant(Way("kept", "te_offload", shape.layers, min_bytes="1024GiB"), shape, inputs, model)
+    variant.step()
+    forward, backward = variant.peak_bytes()  # in a step in which the session still looks at what it keeps
+    session = variant.session
+    assert session is not None
+    saved = session.records[-1].peak_resident
+    session.close()
+    return forward - saved, backward - saved
 
 
 def terms(record: StepRecord, beside: tuple[int, int]) -> int:

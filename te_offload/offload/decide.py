@@ -172,7 +172,7 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
         entry.nbytes = sum([tensor.numel() * tensor.element_size() for tensor in tensors])
     elif len(tensors) == 1 and tensors[0].is_contiguous():
         entry.nbytes = tensors[0].nbytes
-    elif len(load.handles) == 1 and len(tensors) > 1:
+    elif len(load.handles) == 1 and len(tensors) > 1 and (entry.keep or not rules.enabled):
         entry.nbytes = sum([tensor.nbytes for tensor in tensors])
     else:
         entry.nbytes = load.measure(device).covered

@@ -8,6 +8,7 @@ the other, say); a restored tensor has the original's size, strides, dtype, alia
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,9 @@ class Strip(NamedTuple):
         storage_begin: address of the first byte of the (first) storage.
         storages: identities of the storages, valid while something holds them.
         members: which of the tensors it is.
-        dtype, sizes, stride: of the tensors; ``stride`` is ``None`` for several, which are contiguous.
+        dtype: of the tensors. ndim, dims: their sizes, one behind the other: thousands of size objects a step would keep
+            Python's garbage collector busy.
+        stride: of a single tensor; ``None`` for several, which are contiguous.
         pitch: bytes from one tensor's begin to the next one's, if that is more than a tensor's length; else 0.
     """
 
@@ -36,13 +39,14 @@ class Strip(NamedTuple):
     storages: frozenset[int]
     members: Sequence[int]
     dtype: torch.dtype
-    sizes: Sequence[torch.Size]
+    ndim: int
+    dims: Sequence[int]
     stride: tuple[int, ...] | None
     pitch: int = 0
 
     def views(self, memory: torch.Tensor | None, offset: int, device: torch.device) -> list[torch.Tensor]:
         """The tensors over ``memory`` (uint8, a whole storage) from its byte ``offset`` on. ``None``: without elements."""
-        sizes = self.sizes
+        sizes = self.sizes()
         if memory is None:
             strides = [self.stride or _strides(size) for size in sizes]
             pairs = zip(sizes, strides, strict=True)
@@ -57,12 +61,19 @@ class Strip(NamedTuple):
         if self.stride is not None:
             return [whole]
         if self.pitch:
-            size = self.sizes[0]
-            return [part.view(size) for part in whole.unbind(0)] if len(size) != 1 else list(whole.unbind(0))
-        if whole.ndim == len(self.sizes[0]) and whole.shape[1:] == self.sizes[0][1:]:
-            return list(whole.split_with_sizes([size[0] for size in self.sizes]))
-        flat = whole.split_with_sizes([size.numel() for size in self.sizes])
-        return [part.view(size) for part, size in zip(flat, self.sizes, strict=True)]
+            size = self.dims[: self.ndim]
+            return list(whole.unbind(0)) if self.ndim == 1 else [part.view(size) for part in whole.unbind(0)]
+        if self._rows() is not None:
+            return list(whole.split_with_sizes(self.dims[:: self.ndim]))
+        sizes = self.sizes()
+        flat = whole.split_with_sizes([math.prod(size) for size in sizes])
+        return [part.view(size) for part, size in zip(flat, sizes, strict=True)]
+
+    def sizes(self) -> list[Sequence[int]]:
+        """The size of each tensor."""
+        if self.stride is not None:
+            return [self.dims]
+        return [self.dims[begin : begin + self.ndim] for begin in range(0, len(self.dims), self.ndim)]
 
     def shape(self) -> tuple[Sequence[int], Sequence[int], torch.dtype] | None:
         """Size, stride and dtype of one tensor that has just these bytes; ``None`` if there is none."""
@@ -70,14 +81,14 @@ class Strip(NamedTuple):
             return None
         if self.stride is None:
             return (*self._whole(), self.dtype)
-        dense = self.sizes[0].numel() * self.dtype.itemsize == self.end - self.begin
-        return (self.sizes[0], self.stride, self.dtype) if dense else None
+        dense = math.prod(self.dims) * self.dtype.itemsize == self.end - self.begin
+        return (self.dims, self.stride, self.dtype) if dense else None
 
     def parts(self) -> list[tuple[int, int]]:
         """Begin and end of what has no gap."""
         if not self.pitch:
             return [(self.begin, self.end)]
-        length = self.sizes[0].numel() * self.dtype.itemsize
+        length = math.prod(self.dims[: self.ndim]) * self.dtype.itemsize
         begins = range(self.begin, self.end, self.pitch)
         return [(begin, begin + length) for begin in begins]
 
@@ -85,15 +96,23 @@ class Strip(NamedTuple):
         """Bytes between the tensors."""
         if not self.pitch:
             return 0
-        return (len(self.sizes) - 1) * (self.pitch - self.sizes[0].numel() * self.dtype.itemsize)
+        length = math.prod(self.dims[: self.ndim]) * self.dtype.itemsize
+        return (len(self.members) - 1) * (self.pitch - length)
 
     def _whole(self) -> tuple[Sequence[int], Sequence[int]]:
         if self.pitch:
-            return (len(self.sizes), self.sizes[0].numel()), (self.pitch // self.dtype.itemsize, 1)
-        row = self.sizes[0][1:]
-        if {size[1:] for size in self.sizes} == {row}:
-            return (sum([size[0] for size in self.sizes]), *row), (row.numel(), *_strides(row))
-        return (sum([size.numel() for size in self.sizes]),), (1,)
+            count = math.prod(self.dims[: self.ndim])
+            return (len(self.members), count), (self.pitch // self.dtype.itemsize, 1)
+        row = self._rows()
+        if row is not None:
+            return (sum(self.dims[:: self.ndim]), *row), (math.prod(row), *_strides(row))
+        return (sum([math.prod(size) for size in self.sizes()]),), (1,)
+
+    def _rows(self) -> Sequence[int] | None:
+        """The size of one row, if it is the same for all of them."""
+        row = self.dims[1 : self.ndim]
+        same = all(self.dims[place :: self.ndim].count(size) == len(self.members) for place, size in enumerate(row, 1))
+        return row if same else None
 
 
 def _strides(size: Sequence[int]) -> tuple[int, ...]:
@@ -120,14 +139,16 @@ def strips_of(tensors: Sequence[torch.Tensor]) -> list[Strip]:
             strips.append(_strip(members[0], tensors[members[0]]))
         elif members:
             keys = frozenset([storages[member]._cdata for member in members])
-            sizes = [tensors[member].shape for member in members]
+            dims = [length for member in members for length in tensors[member].shape]
             begin = storages[members[0]].data_ptr()
-            strips.append(Strip(begins[members[0]], end, begin, keys, members, first.dtype, sizes, None, pitch))
+            strips.append(
+                Strip(begins[members[0]], end, begin, keys, members, first.dtype, first.ndim, dims, None, pitch)
+            )
 
     for index in sorted(range(len(tensors)), key=begins.__getitem__):
         tensor, begin, key = tensors[index], begins[index], storages[index]._cdata
         joins = False
-        if members and tensor.dtype is first.dtype and tensor.is_contiguous() and tensor.ndim:
+        if members and tensor.dtype is first.dtype and tensor.is_contiguous() and tensor.ndim == first.ndim:
             joins = begin == end and not pitch
             if not joins and 0 < begin - end < ALIGNMENT and tensor.shape == first.shape:
                 step = begin - begins[members[-1]]
@@ -153,7 +174,7 @@ def _strip(index: int, tensor: torch.Tensor) -> Strip:
         last = sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
         end += (last + 1) * tensor.element_size()
     keys = frozenset((storage._cdata,))
-    return Strip(begin, end, storage.data_ptr(), keys, (index,), tensor.dtype, (tensor.shape,), stride)
+    return Strip(begin, end, storage.data_ptr(), keys, (index,), tensor.dtype, tensor.ndim, tuple(tensor.shape), stride)
 
 
 class Run(NamedTuple):

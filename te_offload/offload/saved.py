@@ -240,7 +240,11 @@ def give_out(packed: Any) -> Any:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The in-place versions of tensors; -1 for an inference tensor, which has none."""
+    """The in-place versions of tensors; -1 for an inference tensor, which has none.
+
+    Tensors of one handle are parts of one tensor, which have one version, or buffers that nobody but their op knows.
+    """
+    tensors = tensors[:1]
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:

@@ -13,8 +13,7 @@ from te_offload.offload.extents import ALIGNMENT, SEGMENT, Strip, find_runs, str
 
 
 def strip(begin: int, end: int, storage_begin: int, storage: int) -> Strip:
-    size = torch.Size([end - begin])
-    return Strip(begin, end, storage_begin, frozenset([storage]), (0,), torch.uint8, (size,), (1,))
+    return Strip(begin, end, storage_begin, frozenset([storage]), (0,), torch.uint8, 1, (end - begin,), (1,))
 
 
 @st.composite

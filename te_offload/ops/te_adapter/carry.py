@@ -41,12 +41,13 @@ class Taken:
         handle: stands for the buffers; ``None``: there are none.
     """
 
-    __slots__ = ("_parts", "_shells", "_taken_from", "buffers", "handle", "places")
+    __slots__ = ("_counts", "_parts", "_shells", "_taken_from", "buffers", "handle", "places")
 
     def __init__(self, places: range, entries: Sequence[Saved]) -> None:
         self.places = places
         self.handle: SlotHandle | None = None
-        self._shells: list[tuple[Any, int]] | None = None
+        self._shells: list[Any] | None = None
+        self._counts: list[int] = []
         parts = list(entries)
         if not set(map(type, entries)) <= PLAIN_TYPES:
             parts, self._shells = [], []
@@ -54,10 +55,12 @@ class Taken:
                 if isinstance(entry, STORAGES) and not isinstance(entry, torch.Tensor):
                     buffers, shell = entry.prepare_for_saving()  # which empties it
                     parts += buffers
-                    self._shells.append((shell, len(buffers)))
+                    self._shells.append(shell)
+                    self._counts.append(len(buffers))
                 else:
                     parts.append(entry)
-                    self._shells.append((None, 1))
+                    self._shells.append(None)
+                    self._counts.append(1)
         self._parts = parts
         self._taken_from = [
             index for index, part in enumerate(parts) if part is not None and part.dtype not in METADATA_DTYPES
@@ -75,7 +78,7 @@ class Taken:
         if self._shells is None:
             return parts
         entries, position = [], 0
-        for shell, count in self._shells:
+        for shell, count in zip(self._shells, self._counts, strict=True):
             if shell is None:
                 entries.append(parts[position])
             else:
