@@ -1,0 +1,69 @@
+"""Small slots of a forward go together: one lease, one copy each way; each keeps its row of the record."""
+
+from __future__ import annotations
+
+import pytest
+
+from te_offload import Fate, OffloadSession, Outcome, Reason
+from te_offload.offload import engine as engine_module
+from te_offload.offload.decide import Rules
+from tests.session.test_lifetime import SPLITS, Stack
+from tests.support.late_copies import LateTransfer
+from tests.support.mlp import assert_same_bits, run
+
+
+class Counting(LateTransfer):
+    """Counts copies."""
+
+    calls = 0
+
+    def _start(self, *arguments: object) -> object:  # type: ignore[override]
+        Counting.calls += 1
+        return super()._start(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("together", "copies"), [(8 << 20, 4), (0, 12)])
+def test_slots_below_the_bound_share_one_copy_and_large_ones_have_their_own(
+    monkeypatch: pytest.MonkeyPatch, together: int, copies: int
+) -> None:
+    from te_offload.offload import session as session_module
+
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: Counting(seed=0))
+    monkeypatch.setattr(session_module, "Rules", lambda **rest: Rules(together=together, **rest))
+    Counting.calls = 0
+    model = Stack(4)
+    expected = run(Stack(4), SPLITS)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=1 << 30) as session, session.step():
+        x_out = Counting.calls
+        found = run(model, SPLITS)
+    assert_same_bits(expected, found)
+    record = session.records[-1]
+    back = {row.layer for row in record.slots if row.outcome in (Outcome.HIT, Outcome.LATE)}
+    assert x_out == 0 and Counting.calls == copies + len(back) * (1 if together else 3)
+    rows = [row for row in record.slots if row.op]
+    assert len(rows) == 12 and all(row.fate is Fate.OFFLOADED for row in rows)
+    assert sum(row.bytes_out for row in rows) == record.bytes_out
+    assert all(row.bytes_out >= row.nbytes for row in rows)
+
+
+def test_slot_that_finds_no_room_leaves_the_others_of_its_forward_theirs() -> None:
+    model = Stack(1)
+    expected = run(Stack(1), SPLITS)
+    with OffloadSession(model.layers, min_bytes=0, host_limit=2048) as session, session.step():
+        found = run(model, SPLITS)
+    assert_same_bits(expected, found)
+    rows = {row.slot.value: row for row in session.records[-1].slots if row.op}  # 640, 1280 and 1280 bytes
+    assert rows["fc1_input"].fate is rows["act_input"].fate is Fate.OFFLOADED
+    assert (rows["fc2_input"].fate, rows["fc2_input"].reason) == (Fate.KEPT, Reason.NO_ROOM)
+    assert rows["fc2_input"].bytes_out == 0
+    assert session.records[-1].bytes_out == sum(row.bytes_out for row in rows.values()) > 0
+
+
+def test_times_of_slots_that_go_together_add_up_to_those_of_their_copy() -> None:
+    model = Stack(2)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0) as session, session.step():
+        run(model, SPLITS)
+    record = session.records[-1]
+    assert sum(row.out_ms or 0 for row in record.slots) == pytest.approx(record.out_ms)
+    assert sum(row.back_ms or 0 for row in record.slots) == pytest.approx(record.back_ms)
+    assert record.out_ms > 0 and record.back_ms > 0
