@@ -9,6 +9,7 @@ storage, but always one thing to the user. Its *fate* is what happened to it in 
 
 from __future__ import annotations
 
+import abc
 import enum
 from dataclasses import dataclass
 from typing import Protocol
@@ -116,12 +117,14 @@ class SlotHandle(Protocol):
         """The buffers, ready for work queued from now on. Called once."""
 
 
-class SlotObserver(Protocol):
-    """Someone who wants to know which saved tensors are which slot: an offload session."""
+class SlotObserver(abc.ABC):
+    """Someone who wants to know which saved tensors are which slot: an offload session, or one forward in it."""
 
+    @abc.abstractmethod
     def watch(self) -> Watch:
         """How it follows a forward that runs now."""
 
+    @abc.abstractmethod
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> SlotHandle | None:
         """Called in the forward of ``op``, before its tensors reach the saved-tensor hooks.
 

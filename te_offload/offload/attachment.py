@@ -14,7 +14,7 @@ import torch
 
 from te_offload.errors import ArgumentError
 from te_offload.ops.slot_owner import SlotOwner
-from te_offload.slots import SavedSlot, SlotHandle, SlotName, Watch, slot_title
+from te_offload.slots import SavedSlot, SlotHandle, SlotName, SlotObserver, Watch, slot_title
 
 if TYPE_CHECKING:
     from te_offload.offload.session import OffloadSession
@@ -50,7 +50,7 @@ def _inert_hook(before: bool) -> _ForwardHook:
     return _ForwardHook(None, before=before)
 
 
-class Attachment:
+class Attachment(SlotObserver):
     """Attaches a session to a layer.
 
     Args:
@@ -107,7 +107,7 @@ class Attachment:
         if visit is None:
             return None
         op_name, owner, slot = self._owners[id(op)]
-        return visit.slot_saved(op_name, slot, owner.no_offload_activation, saved, take=take)
+        return visit.note_slot(op_name, slot, owner.no_offload_activation, saved, take=take)
 
     def detach(self) -> None:
         """Take the hooks off the layer, and the observer off its ops. Idempotent."""

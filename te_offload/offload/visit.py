@@ -21,7 +21,7 @@ from te_offload.offload.extents import storage_key
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out, is_plain
 from te_offload.offload.states import SlotState
 from te_offload.ops import te_adapter
-from te_offload.slots import Fate, Reason, SavedSlot, SaveState, SlotName, Watch
+from te_offload.slots import Fate, Reason, SavedSlot, SaveState, SlotName, SlotObserver, Watch
 
 if TYPE_CHECKING:
     from te_offload.offload.engine import Engine
@@ -54,7 +54,7 @@ class Region(contextlib.AbstractContextManager[None]):
             self._visit.leave_region(self)
 
 
-class LayerVisit:
+class LayerVisit(SlotObserver):
     """One forward of one layer.
 
     Args:
@@ -122,7 +122,12 @@ class LayerVisit:
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return Watch.TAKES if top is not None and top[0] is self._pack else Watch.HOOKS
 
-    def slot_saved(self, op: str, name: SlotName, keep: bool, saved: SavedSlot, *, take: bool) -> Saved | None:
+    def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> Saved | None:
+        """See `SlotObserver.slot_saved`: an op of te_offload that nobody attached, in a context that knows no modules."""
+        name = saved.name or SlotName.GROUPED_LINEAR_INPUT
+        return self.note_slot(type(op).__name__, name, op.no_offload_activation, saved, take=take)  # type: ignore[arg-type]
+
+    def note_slot(self, op: str, name: SlotName, keep: bool, saved: SavedSlot, *, take: bool) -> Saved | None:
         """An op of te_offload saved its slot. Its tensors reach `pack` afterwards, unless ``take``.
 
         Returns:

@@ -45,23 +45,34 @@ class SlotOwner:
             self._slot_observer = observer
 
     def watch(self) -> Watch:
-        """How the saved tensors of a forward that runs now are followed: by the observer, or by anyone's hooks."""
-        observer = self._slot_observer
-        watch = Watch.NOT if observer is None else observer.watch()
-        if watch is Watch.NOT and te_adapter.saved_tensor_hook_active():
-            return Watch.HOOKS
-        return watch
+        """How the saved tensors of a forward that runs now are followed: by an observer, or by anyone's hooks."""
+        observer = self._observer_now()
+        if observer is not None:
+            return observer.watch()
+        return Watch.HOOKS if te_adapter.saved_tensor_hook_active() else Watch.NOT
 
     def declare_slot(self, saved: SavedSlot) -> None:
         """Mark what was saved, and tell the observer; the tensors pass the saved-tensor hooks afterwards."""
         te_adapter.mark_exempt_and_kept(saved, keep_input=self.no_offload_activation)
-        if self._slot_observer is not None:
-            self._slot_observer.slot_saved(self, saved, take=False)  # type: ignore[arg-type]
+        observer = self._observer_now()
+        if observer is not None:
+            observer.slot_saved(self, saved, take=False)  # type: ignore[arg-type]
 
     def hand_over(self, saved: SavedSlot) -> SlotHandle | None:
         """Give the slot's buffers to the observer, which takes (`Watch.TAKES`); ``None`` if the slot was not saved."""
-        assert self._slot_observer is not None
-        return self._slot_observer.slot_saved(self, saved, take=True)  # type: ignore[arg-type]
+        observer = self._observer_now()
+        assert observer is not None
+        return observer.slot_saved(self, saved, take=True)  # type: ignore[arg-type]
+
+    def _observer_now(self) -> SlotObserver | None:
+        """Who wants to know of the slot of a forward that runs now: the op's own observer, else the owner of the innermost
+        saved-tensor hook, if it is one (a context around the layer, which knows no ops).
+        """
+        observer = self._slot_observer
+        if observer is not None and observer.watch() is not Watch.NOT:
+            return observer
+        owner = te_adapter.saved_tensor_hook_owner()
+        return owner if isinstance(owner, SlotObserver) else None
 
     def extra_repr(self) -> str:
         """The keyword, beside what the `te.ops` class shows."""

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.ops.op import OperationContext
 from te_offload import Fate, OffloadSession, Reason, SlotName
 from te_offload.errors import UnknownLayoutError
 from te_offload.ops import te_adapter
-from te_offload.slots import SavedSlot, Watch
+from te_offload.slots import SavedSlot, SlotObserver, Watch
 from tests.support import te_on_cpu
 from tests.support.mlp import assert_same_bits, make_mlp, run
 
@@ -35,7 +35,7 @@ def step(module: te.ops.Sequential, fp8: bool) -> dict[str, torch.Tensor]:
         return run(module, SPLITS, hidden=HIDDEN)
 
 
-class Listener:
+class Listener(SlotObserver):
     """Collects what ops declare."""
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ import te_offload
 from te_offload import Fate, Outcome, Reason
 from te_offload.errors import ArgumentError, ConflictError, StateError
 from te_offload.offload.dropin import MIN_BYTES, OffloadContext
+from tests.support.mlp import make_inputs, make_mlp
 
 WIDTH, ROWS = 256, 600  # 600 KiB a tensor, above MIN_BYTES
 
@@ -200,3 +201,33 @@ def test_other_engine_around_it_is_a_conflict(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cpu_offload, "OFFLOAD_SYNCHRONIZER", object())
     with pytest.raises(ConflictError, match=r"get_cpu_offload_context \(v2\) is active"):
         context.__enter__()
+
+
+def test_our_ops_inside_hand_their_slots_over_and_their_argument_counts() -> None:
+    def model() -> torch.nn.ModuleList:
+        torch.manual_seed(0)
+        return torch.nn.ModuleList(make_mlp(hidden=256, ffn=512, keep=["act_input"]) for _ in range(3))
+
+    def step(layers: torch.nn.ModuleList, context: Any, sync: Any) -> list[torch.Tensor]:
+        x, splits, scales = make_inputs((300, 0, 400), 256)
+        y = x
+        for layer in layers:
+            with context:
+                y = layer(y, splits, scales, splits)
+            y = sync(y)
+        y.sum().backward()
+        assert x.grad is not None
+        return [x.grad, *(p.grad for p in layers.parameters() if p.grad is not None)]
+
+    expected = step(model(), contextlib.nullcontext(), lambda y: y)
+    context, sync = te_offload.get_cpu_offload_context(enabled=True, num_layers=2, model_layers=3)
+    assert same(expected, step(model(), context, sync))
+    record = last_record(context)
+    rows = [(row.op, row.fate, row.reason) for row in record.slots if row.layer == "layer0" and row.op]
+    assert rows == [
+        ("GroupedLinear", Fate.OFFLOADED, Reason.NONE),
+        ("ScaledSReLU", Fate.KEPT, Reason.ASKED),
+        ("GroupedLinear", Fate.OFFLOADED, Reason.NONE),
+    ]
+    assert not [row for row in record.slots if not row.op]  # nothing of these layers passed the hooks
+    assert record.bytes_out == record.bytes_back > 0

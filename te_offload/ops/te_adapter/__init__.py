@@ -54,6 +54,7 @@ from te_offload.ops.te_adapter.switches import (
     mark_exempt_and_kept,
     offload_context_active,
     saved_tensor_hook_active,
+    saved_tensor_hook_owner,
 )
 
 __all__ = [
@@ -95,6 +96,7 @@ __all__ = [
     "register_joint_fusion",
     "require_supported_release",
     "saved_tensor_hook_active",
+    "saved_tensor_hook_owner",
     "take_apart",
     "takes_grouped_path",
     "tanh_srelu_supported",

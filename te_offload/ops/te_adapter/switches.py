@@ -52,6 +52,12 @@ def saved_tensor_hook_active() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def saved_tensor_hook_owner() -> object:
+    """The object whose method is the innermost pack hook; ``None`` if it is no method, or there is none."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if top is None else getattr(top[0], "__self__", None)
+
+
 def offload_context_active() -> str | None:
     """The name of Transformer Engine's own offloading context if the caller stands inside one, else ``None``."""
     if cpu_offload.OFFLOAD_SYNCHRONIZER not in (None, _OURS):
