@@ -130,8 +130,9 @@ def needs_beside(shape: Shape, inputs: tuple[torch.Tensor, ...], model: Stack) -
     Not those without a session: there Transformer Engine holds all that a layer saved until its backward is over.
     """
     variant = Variant(Way("kept", "te_offload", shape.layers, min_bytes="1024GiB"), shape, inputs, model)
-    variant.step()
-    forward, backward = variant.peak_bytes()  # in a step in which the session still looks at what it keeps
+    for _ in range(4):
+        variant.step()
+    forward, backward = variant.peak_bytes()  # in one of the first steps the session looks at what it keeps
     session = variant.session
     assert session is not None
     saved = session.records[-1].peak_resident

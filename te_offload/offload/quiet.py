@@ -1,10 +1,10 @@
-"""When a session need not look: nothing went for some steps, and nothing that decides has changed.
+"""Which forwards a session need not look at: those from which nothing went, while nothing that decides has changed.
 
-In: finished steps, and the arguments of forwards. Out: whether a forward is looked at. Keeps true: a forward whose input
-has another shape, or whose ops have other arguments, than in the last step that was looked at is looked at; so is every
-forward of each `EVERY`-th step; the record counts what was not. Does not: offload.
+In: finished steps, and the arguments of forwards. Out: whether a forward is looked at. Keeps true: in a timed step every
+forward is looked at; in the others one whose input has another shape, or whose ops have other arguments, than when it was
+last looked at is, and so are all after it; the record counts those that were not. Does not: offload.
 
-Looking costs a layer that keeps everything some 50 us of the host, which is 2% of a step with many experts on an H200.
+Looking costs a layer that keeps everything some 50 to 300 us of the host, 2% of a step with many experts on an H200.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from te_offload.offload.decide import Rules
 from te_offload.offload.visit import LayerVisit
 from te_offload.slots import Reason
 
-AFTER = 4  # steps in a row in which nothing went
-EVERY = 8  # of the steps after them, one so often is looked at
-
-_LASTING = (
+_LASTING = {
     Reason.ASKED,
     Reason.MARKED,
     Reason.TOO_SMALL,
@@ -31,7 +28,7 @@ _LASTING = (
     Reason.REBUILT,
     Reason.GRAPH_GONE,
     Reason.IN_BACKWARD,
-)
+}
 
 Signature = tuple[Any, ...]
 
@@ -43,36 +40,43 @@ def signature_of(args: Sequence[Any], kwargs: Mapping[str, Any], flags: Sequence
 
 
 class Quiet:
-    """Remembers, for one session, what forwards looked like while nothing went."""
+    """Remembers, for one session, the forwards from which nothing went.
+
+    Attributes:
+        unseen: how many forwards of this step were not looked at.
+    """
 
     def __init__(self) -> None:
         self.unseen = 0
-        self._steps_in_vain = 0
-        self._rules: Rules | None = None
-        self._known: dict[tuple[str, int], Signature | None] = {}
         self._looks = True
+        self._rules: Rules | None = None
+        self._known: dict[tuple[str, int], Signature] = {}
+        self._signatures: dict[tuple[str, int], Signature | None] = {}  # of the forwards looked at in this step
 
-    def begin_step(self, index: int, rules: Rules) -> None:
+    def begin_step(self, rules: Rules, *, timed: bool) -> None:
         """A step begins under some rules."""
         if rules != self._rules:
-            self._rules, self._steps_in_vain = rules, 0
-        self._looks = self._steps_in_vain < AFTER or index % EVERY == 0
+            self._rules, self._known = rules, {}
+        self._looks = timed
         self.unseen = 0
-        if self._looks:
-            self._known = {}
+        self._signatures = {}
 
-    def looks_at(self, layer: str, forward: int, signature: Signature | None) -> bool:
-        """Whether a forward is looked at."""
-        if not self._looks:
-            if signature is not None and self._known.get((layer, forward)) == signature:
+    def looks_at(self, key: tuple[str, int], signature: Signature | None) -> bool:
+        """Whether a forward (layer, and its number) is looked at."""
+        known = None if self._looks else self._known.get(key)
+        if known is not None:
+            if signature == known:
                 self.unseen += 1
                 return False
-            self._looks, self._steps_in_vain = True, 0
-        self._known[layer, forward] = signature
+            self._looks = True
+        self._signatures[key] = signature
         return True
 
-    def end_step(self, visits: Sequence[LayerVisit], bytes_out: int) -> None:
+    def end_step(self, visits: Sequence[LayerVisit]) -> None:
         """The step is over."""
-        if self._looks:
-            reasons = {entry.reason for visit in visits for entry in visit.entries} if not bytes_out else {Reason.NONE}
-            self._steps_in_vain = self._steps_in_vain + 1 if reasons.issubset(_LASTING) else 0
+        for visit in visits:
+            signature = self._signatures.get(visit.key)
+            if signature is not None and not visit.cargos and {e.reason for e in visit.entries} <= _LASTING:
+                self._known[visit.key] = signature
+            else:
+                self._known.pop(visit.key, None)

@@ -132,7 +132,7 @@ class StepRecord:
         host_node: the GPU's NUMA node, on which host memory was asked for; ``None`` if the machine has one or does not say.
         host_nodes: the nodes on which sampled pages of it lie.
         host_failure: why the system refused host memory, if it did.
-        unseen: forwards that were not looked at, since nothing has gone for some steps and nothing changed.
+        unseen: forwards that were not looked at, since nothing of them went the last time and nothing changed.
         exempt_bytes: bytes of tensors that are never offloaded (weights, their copies, metadata), each forward's counted.
         abandoned: slots offloaded whose backward did not come in the step.
         planned: whether a plan chose the slots.

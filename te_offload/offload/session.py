@@ -206,9 +206,9 @@ class OffloadSession:
     def records(self) -> tuple[StepRecord, ...]:
         """The records of the last steps, oldest first; at most the last 4. Waits for the device to pass their end.
 
-        When nothing has gone for four steps, the session looks at one step in eight, and at every forward whose input has
-        another shape, or whose ops have other arguments, than it had; a step in which it looked at nothing has no record.
-        Times are taken in the first eight steps and in one step in eight after them; other records have none.
+        Times are taken in the first eight steps and in one step in eight after them; other records have none. Nor do they
+        have rows of forwards from which nothing went the last time, unless their input has another shape now, or their ops
+        other arguments; a step in which there were no others has no record.
         """
         return self._engine.records() if self._engine is not None else ()
 
@@ -258,7 +258,7 @@ class OffloadSession:
         if self._rules.enabled:
             self._engine.rules = self._planner.rules_for_next_step(self._rules, self._engine)
         self._engine.begin_step()
-        self._quiet.begin_step(self._engine.steps, self._engine.rules)
+        self._quiet.begin_step(self._engine.rules, timed=self._engine.mover.transfer.timed)
         self._outer_hooks = _top_hooks()
         for attachment in self._attachments:
             attachment.forwards = 0
@@ -270,7 +270,7 @@ class OffloadSession:
         self._state = change("This OffloadSession", self._state, SessionState.IDLE)
         while self._open:
             self._pop().abort()
-        self._quiet.end_step(self._engine.visits, self._engine.mover.counts.bytes_out)
+        self._quiet.end_step(self._engine.visits)
         growth = self._max_tokens / self._tokens if self._max_tokens is not None and self._tokens else 1.0
         self._engine.end_step(unseen=self._quiet.unseen, growth=growth)
         self._tokens = 0
@@ -298,7 +298,7 @@ class OffloadSession:
         forward, attachment.forwards = attachment.forwards, attachment.forwards + 1
         if self._max_tokens is not None:
             self._tokens = max([self._tokens, *(_rows(value) for value in (*args, *kwargs.values()))])
-        if not self._quiet.looks_at(attachment.name, forward, signature_of(args, kwargs, attachment.flags())):
+        if not self._quiet.looks_at((attachment.name, forward), signature_of(args, kwargs, attachment.flags())):
             return
         self._check_no_other_engine()
         visit = self._engine.open_visit(attachment.name, attachment.module, forward, self._why_untouched())

@@ -68,7 +68,7 @@ def totals(step: StepRecord) -> str:
         lines[2] = f"No times were taken in this step; rank {step.rank}."
     if step.unseen:
         lines.append(
-            f"{step.unseen} forwards were not looked at: nothing has gone for some steps, and nothing changed."
+            f"{step.unseen} forwards were not looked at: nothing of them went the last time, and nothing changed."
         )
     if step.host_node is not None:
         found = ", ".join(map(str, step.host_nodes)) or "unknown"

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from te_offload import Fate, OffloadSession, Reason
+from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason
+from te_offload.offload.engine import TIMED_EVERY, TIMED_FIRST
 from te_offload.offload.host_pool import HostPool
-from te_offload.offload.quiet import AFTER, EVERY
 from te_offload.ops.slot_owner import SlotOwner
+from te_offload.report.table import step_table
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.mlp import assert_same_bits, run
+
+LAST_TIMED = -(-TIMED_FIRST // TIMED_EVERY) * TIMED_EVERY  # the first step after it is not timed
 
 
 def step(session: OffloadSession, model: Any, splits: tuple[int, ...] = SPLITS) -> dict[str, torch.Tensor]:
@@ -23,11 +26,11 @@ def step(session: OffloadSession, model: Any, splits: tuple[int, ...] = SPLITS) 
 def quiet(model: Any, **arguments: Any) -> OffloadSession:
     """A session in whose steps nothing went until it stopped looking."""
     session = OffloadSession(model.layers, **arguments)
-    for _ in range(AFTER):
+    for _ in range(LAST_TIMED + 1):
         step(session, model)
-    assert session.records[-1].index == AFTER - 1
+    assert session.records[-1].index == LAST_TIMED
     step(session, model)
-    assert session.records[-1].index == AFTER - 1  # of the step after it there is no record
+    assert session.records[-1].index == LAST_TIMED  # of the step after it there is no record
     return session
 
 
@@ -44,7 +47,7 @@ def test_forward_with_another_shape_is_looked_at_and_so_is_all_after_it() -> Non
     with quiet(model, min_bytes="1GiB") as session:
         step(session, model, tuple(size + 1 for size in SPLITS))
         record = session.records[-1]
-        assert record.index == AFTER + 1 and record.unseen == 0
+        assert record.index == LAST_TIMED + 2 and record.unseen == 0
         assert {row.reason for row in record.slots if row.op} == {Reason.TOO_SMALL}
 
 
@@ -65,24 +68,40 @@ def test_changed_argument_of_an_op_counts_at_once() -> None:
         owners[3].no_offload_activation = False
         step(session, model)
         record = session.records[-1]
-        assert record.index == AFTER + 1 and record.unseen == 1  # the layer before it had not changed
+        assert record.index == LAST_TIMED + 2 and record.unseen == 1  # the layer before it had not changed
         assert [row.name for row in record.slots if row.fate is Fate.OFFLOADED] == ["layer1/0.fc1_input"]
-        assert "1 forwards were not looked at" in session.report()
+        assert "1 forwards were not looked at" in step_table(record)
 
 
 def test_one_step_in_eight_is_looked_at_all_the_same() -> None:
     model = Stack(1)
     with quiet(model, min_bytes="1GiB") as session:
-        for _ in range(2 * EVERY):
+        for _ in range(2 * TIMED_EVERY):
             step(session, model)
-        assert session.records[-1].index == 2 * EVERY
+        assert session.records[-1].index == LAST_TIMED + 2 * TIMED_EVERY
+
+
+def test_kept_layers_of_a_plan_are_not_looked_at_and_the_others_are() -> None:
+    model = Stack(4)
+    expected = run(Stack(4), SPLITS)
+    names = ("0.fc1_input", "1.act_input", "2.fc2_input")
+    plan = Plan(tuple(PlannedSlot(f"layer{n}/{name}", 0, 0, n != 2) for n in range(4) for name in names))
+    with OffloadSession(model.layers, min_bytes=0, plan=plan) as session:
+        for _ in range(LAST_TIMED + 2):
+            model.zero_grad()
+            found = step(session, model)
+        assert_same_bits(expected, found)
+        timed, record = session.timed_record, session.records[-1]
+        assert timed is not None and timed.unseen == 0
+        assert record.unseen == 1 and {row.layer for row in record.slots} == {"layer0", "layer1", "layer3"}
+        assert record.bytes_out == timed.bytes_out > 0
 
 
 def test_slots_that_the_host_had_no_room_for_are_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostPool, "reserve", lambda self, nbytes: False)
     model = Stack(2)
     with OffloadSession(model.layers, min_bytes=0) as session:
-        for number in range(AFTER + 2):
+        for number in range(LAST_TIMED + 3):
             step(session, model)
             assert session.records[-1].index == number
             assert {row.reason for row in session.records[-1].slots if row.op} == {Reason.NO_ROOM}
