@@ -37,7 +37,8 @@ class _ForwardHook:
         if self._before:
             session.begin_forward(self.attachment, args, kwargs)
         else:  # torch calls it with no output, while the exception is handled, if the forward raised
-            session.end_forward(self.attachment, failed=output is None and sys.exc_info()[0] is not None)
+            failed = output is None and sys.exc_info()[0] is not None
+            session.end_forward(self.attachment, output, failed=failed)
 
     def __deepcopy__(self, memo: Any) -> _ForwardHook:
         return _ForwardHook(None, before=self._before)
@@ -61,6 +62,7 @@ class Attachment(SlotObserver):
     Attributes:
         visit: the forward of the layer that runs now, unless another layer's runs inside it.
         forwards: of the layer in this step.
+        unseen: the forward that runs now, if it is not looked at.
 
     Raises:
         ArgumentError: the layer is attached already.
@@ -83,6 +85,7 @@ class Attachment(SlotObserver):
         self.session: weakref.ref[OffloadSession] = session
         self.forwards = 0
         self.visit: LayerVisit | None = None
+        self.unseen: tuple[str, int] | None = None
         self.slot_names = frozenset(slot_title(name, op_name, slot) for op_name, _, slot in owners)
         self._owners = {id(op): (op_name, op, slot) for op_name, op, slot in owners}
         self._handles = [

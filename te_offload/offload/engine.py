@@ -133,7 +133,7 @@ class Engine:
         leases = sum(len(visit.cargos) for visit in self.visits)  # each rounded up to 512 bytes
         self.pool.settle(int(self.pool.peak_bytes * growth) + 512 * leases if growth > 1 else 0)
         self._find_nodes()
-        self.returns.end_step()
+        self.returns.end_step(complete=not unseen)
         if self.verifier is not None:
             self.verifier.forget()
         if unseen and not self.visits:

@@ -49,11 +49,21 @@ class Returns:
         self._reached = None
         self._ahead = 0
 
-    def end_step(self) -> None:
-        """The step is over: remember the order in which its forwards were read."""
-        keys = [visit.key for visit in self.reads]
-        self._next = dict(itertools.pairwise(keys))
+    def end_step(self, *, complete: bool) -> None:
+        """The step is over: remember the order in which its forwards were read, if ``complete``: if all were looked at."""
+        if complete:
+            self._next = dict(itertools.pairwise([visit.key for visit in self.reads]))
         self._visits = []
+
+    def approach(self, key: tuple[str, int]) -> None:
+        """The backward has come to a forward that was not looked at: what comes after it may come back."""
+        key_after = self._next.get(key)
+        known = {visit.key: visit for visit in self._visits}
+        while key_after is not None and key_after not in known:
+            key_after = self._next.get(key_after)
+        following = known.get(key_after) if key_after is not None else None
+        if self.looks_ahead and self._reached is None and following is not None and not following.read:
+            self._look_ahead(following, self._mover.transfer.mark())
 
     def read(self, visit: LayerVisit) -> None:
         """The backward reads the first tensor of a forward: bring all of it back, then what comes after it."""
@@ -70,10 +80,14 @@ class Returns:
                 self._mover.start_back(cargo, free)
         if self._reached is None or self._reached.read:
             self._reached = visit
-        while self.looks_ahead and (following := self._following(self._reached)) is not None:
-            if not self._bring(following, free):
-                break
+        if self.looks_ahead:
+            self._look_ahead(self._following(self._reached), free)
+
+    def _look_ahead(self, following: LayerVisit | None, free: Mark) -> None:
+        """Bring back a forward and those after it, while there is room."""
+        while following is not None and self._bring(following, free):
             self._reached = following
+            following = self._following(following)
         self._mover.counts.peak_ahead = max(self._mover.counts.peak_ahead, self._ahead)
 
     def _bring(self, visit: LayerVisit, free: Mark) -> bool:

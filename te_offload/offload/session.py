@@ -9,6 +9,7 @@ process. Does not: know what an op computes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -298,7 +299,9 @@ class OffloadSession:
         forward, attachment.forwards = attachment.forwards, attachment.forwards + 1
         if self._max_tokens is not None:
             self._tokens = max([self._tokens, *(_rows(value) for value in (*args, *kwargs.values()))])
-        if not self._quiet.looks_at((attachment.name, forward), signature_of(args, kwargs, attachment.flags())):
+        key = attachment.name, forward
+        if not self._quiet.looks_at(key, signature_of(args, kwargs, attachment.flags())):
+            attachment.unseen = key
             return
         self._check_no_other_engine()
         visit = self._engine.open_visit(attachment.name, attachment.module, forward, self._why_untouched())
@@ -308,8 +311,13 @@ class OffloadSession:
         attachment.visit = visit
         visit.open()
 
-    def end_forward(self, attachment: Attachment, *, failed: bool) -> None:
+    def end_forward(self, attachment: Attachment, output: Any, *, failed: bool) -> None:
         """The forward of an attached layer ended, or raised."""
+        if attachment.unseen is not None:
+            key, attachment.unseen = attachment.unseen, None
+            if not failed and self._engine is not None and any(visit.cargos for visit in self._engine.visits):
+                _before_backward(output, functools.partial(_approach, weakref.ref(self), key))
+            return
         if not self._open or self._open[-1][0] is not attachment:
             return  # its beginning was outside of the step, or raised
         visit = self._pop()
@@ -344,6 +352,20 @@ class OffloadSession:
 
     def _is_capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _before_backward(output: Any, call: Any) -> None:
+    """Have the backward of what computed ``output`` call first."""
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    node = first.grad_fn if isinstance(first, torch.Tensor) else None
+    if node is not None:
+        node.register_prehook(call)
+
+
+def _approach(session_ref: weakref.ref[OffloadSession], key: tuple[str, int], grads: Any) -> None:
+    session = session_ref()
+    if session is not None and session._engine is not None and session._state is SessionState.IN_STEP:
+        session._engine.returns.approach(key)
 
 
 def _rows(value: Any) -> int:

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason
+from te_offload.offload import engine as engine_module
 from te_offload.offload.engine import TIMED_EVERY, TIMED_FIRST
 from te_offload.offload.host_pool import HostPool
+from te_offload.ops import GroupedLinear
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.report.table import step_table
 from tests.session.test_lifetime import SPLITS, Stack
+from tests.support.late_copies import LateTransfer
 from tests.support.mlp import assert_same_bits, run
 
 LAST_TIMED = -(-TIMED_FIRST // TIMED_EVERY) * TIMED_EVERY  # the first step after it is not timed
@@ -95,6 +98,40 @@ def test_kept_layers_of_a_plan_are_not_looked_at_and_the_others_are() -> None:
         assert timed is not None and timed.unseen == 0
         assert record.unseen == 1 and {row.layer for row in record.slots} == {"layer0", "layer1", "layer3"}
         assert record.bytes_out == timed.bytes_out > 0
+
+
+def test_backward_of_a_layer_that_is_not_looked_at_starts_what_comes_back_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transfers: list[LateTransfer] = []
+
+    def make(*_: Any) -> LateTransfer:
+        transfers.append(LateTransfer())
+        return transfers[0]
+
+    monkeypatch.setattr(engine_module, "make_transfer", make)
+    model = Stack(3)
+    expected = run(Stack(3), SPLITS)
+    names = ("0.fc1_input", "1.act_input", "2.fc2_input")
+    plan = Plan(tuple(PlannedSlot(f"layer{n}/{name}", 0, 0, n < 2) for n in range(3) for name in names))
+    begun: list[int] = []
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0, plan=plan) as session:
+        for number in range(LAST_TIMED + 2):
+            model.zero_grad()
+            if number == LAST_TIMED + 1:
+                backward = GroupedLinear.fuser_backward
+
+                def note(*args: Any, _backward: Any = backward, **kwargs: Any) -> Any:
+                    begun.append(len(transfers[0].back))
+                    return _backward(*args, **kwargs)
+
+                transfers[0].back.clear()
+                monkeypatch.setattr(GroupedLinear, "fuser_backward", note)
+            found = step(session, model)
+        assert session.records[-1].unseen == 1
+    assert_same_bits(expected, found)
+    # In the backward of the last layer, which has nothing to bring, what never left is read in place, and more comes back
+    assert begun[0] == 1
 
 
 def test_slots_that_the_host_had_no_room_for_are_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

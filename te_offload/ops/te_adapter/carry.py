@@ -131,9 +131,14 @@ class Layout:
             taken.handle = handle
             taken.buffers = ()
             entries[taken.places.start : taken.places.stop] = [None] * len(taken.places)
-        tensors = [entry for entry in entries if isinstance(entry, torch.Tensor) and not entry.is_inference()]
+        tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
+        try:
+            versions = [tensor._version for tensor in tensors]
+        except RuntimeError:  # inference tensors have none
+            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+            versions = [tensor._version for tensor in tensors]
         self._ctx.to_save = None
-        self._ctx.te_offload_carried = (entries, tensors, [tensor._version for tensor in tensors], self._taken)
+        self._ctx.te_offload_carried = (entries, tensors, versions, self._taken)
 
 
 def bring_carried(op: torch.nn.Module, ctx: OperationContext) -> None:
