@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.floor import floor_ms, time_layers
-from benchmarks.stack import Shape, Stack, Variant, Way, make_inputs
+from benchmarks.stack import Shape, Variant, Way, make_inputs
 from te_offload import StepRecord
 from te_offload.offload.record import BACKWARD_BEGINS
 from te_offload.offload.timeline import Link
@@ -64,13 +64,15 @@ def ways(layers: int) -> list[Way]:
     ]
 
 
-def measure(shape: Shape, rounds: int) -> dict[str, Any]:
-    """Run every way; the rows as plain values."""
+def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
+    """Run every way, or the first three and those with ``only`` in their name; the rows as plain values."""
     inputs = make_inputs(shape)
     rows: list[dict[str, Any]] = []
     variants: list[Variant] = []
     reference: list[torch.Tensor] | None = None
-    for way in ways(shape.layers):
+    for number, way in enumerate(ways(shape.layers)):
+        if only is not None and number > 2 and only not in way.name:
+            continue
         try:
             variant = Variant(way, shape, inputs, variants[0].model if variants else None)
         except ImportError as error:
@@ -98,7 +100,9 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
             row["ms"].append(1e3 * (time.perf_counter() - start))
     gc.enable()
     times, link = time_layers(variants[1].model, inputs, shape)
-    beside = needs_beside(shape, inputs, variants[0].model)
+    looked = next(variant.session for variant in variants if variant.session is not None).timed_record
+    assert looked is not None
+    beside = tuple(peak - looked.peak_resident for peak in rows[1]["peaks"])
     for variant, row in zip(variants, rows, strict=True):
         if variant.session is None:
             continue
@@ -124,24 +128,10 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     return {"shape": shape.title, "link": vars_of(link), "layer_ms": times, "rows": rows}
 
 
-def needs_beside(shape: Shape, inputs: tuple[torch.Tensor, ...], model: Stack) -> tuple[int, int]:
-    """Bytes that a forward and a backward need beside saved tensors, where a session takes the slots and keeps them all.
-
-    Not those without a session: there Transformer Engine holds all that a layer saved until its backward is over.
-    """
-    variant = Variant(Way("kept", "te_offload", shape.layers, min_bytes="1024GiB"), shape, inputs, model)
-    for _ in range(4):
-        variant.step()
-    forward, backward = variant.peak_bytes()  # in one of the first steps the session looks at what it keeps
-    session = variant.session
-    assert session is not None
-    saved = session.records[-1].peak_resident
-    session.close()
-    return forward - saved, backward - saved
-
-
 def terms(record: StepRecord, beside: tuple[int, int]) -> int:
-    """What the peak should be: saved tensors on the device and what the work needs beside them, in the worse half."""
+    """What the peak should be, in the worse half of the step: saved tensors on the device, those in flight among them, and
+    what a forward or a backward needs ``beside`` them without a session.
+    """
     moments = list(record.residency)
     turn = next((number for number, moment in enumerate(moments) if moment.label == BACKWARD_BEGINS), len(moments))
     halves = moments[:turn], moments[turn:]
@@ -192,6 +182,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="64 or 8 experts; default: both")
     parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", help="the first three ways, and those with this text in their name")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -207,7 +198,7 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
     results = []
     for name in arguments.shape or SHAPES:
-        results.append(measure(Shape(*SHAPES[name], fp8=arguments.fp8), arguments.rounds))
+        results.append(measure(Shape(*SHAPES[name], fp8=arguments.fp8), arguments.rounds, arguments.only))
         print("\n" + table(results[-1]), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
