@@ -24,6 +24,14 @@ def probe_link(device: torch.device, transfer: Transfer, pool: HostPool, nbytes:
     nbytes = min(nbytes, pool.free_bytes // 2 // 512 * 512)
     if nbytes < 1 << 20:
         return Link(*[1e15] * 4)
+    timed, transfer.timed = transfer.timed, True
+    try:
+        return _probe(device, transfer, pool, nbytes)
+    finally:
+        transfer.timed = timed
+
+
+def _probe(device: torch.device, transfer: Transfer, pool: HostPool, nbytes: int) -> Link:
     memory = torch.empty(2, nbytes, dtype=torch.uint8, device=device)
     leases = [pool.acquire(nbytes), pool.acquire(nbytes)]
     here, there = leases
