@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
+from typing import Any
+
 import pytest
 
 from te_offload import OffloadSession, Outcome
 from te_offload.offload import engine as engine_module
-from te_offload.offload.engine import TIMED_EVERY, TIMED_FIRST
+from te_offload.offload import session as session_module
+from te_offload.offload.decide import Rules
+from te_offload.offload.engine import HISTORY, TIMED_EVERY, TIMED_FIRST
+from te_offload.offload.transfer import Copy, CpuTransfer, Mark
+from te_offload.offload.visit import LayerVisit
+from te_offload.ops import arithmetic
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.late_copies import LateTransfer
 from tests.support.mlp import assert_same_bits, run
@@ -66,3 +76,55 @@ def test_drift_in_a_step_without_times_has_the_next_one_timed_and_planned_from()
                 run(model, tuple(3 * size for size in SPLITS))
             assert session.records[-1].timed == (number == 1)
             assert (session.plan is plan) == (number < 2)
+
+
+def test_steps_whose_records_nobody_reads_leave_nothing_for_the_garbage_collector() -> None:
+    model = Stack()
+    forwards: list[weakref.ref[LayerVisit]] = []
+    with OffloadSession(model.layers, min_bytes=0) as session:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(TIMED_FIRST + 2 * HISTORY):
+                with session.step():
+                    run(model, SPLITS)
+                assert session._engine is not None
+                forwards += [weakref.ref(visit) for visit in session._engine.visits]
+            alive = [forward for forward in forwards if forward() is not None]
+        finally:
+            gc.enable()
+    assert len(alive) <= (HISTORY + 1) * len(model.layers)
+
+
+@pytest.mark.parametrize("together", [0, 8 << 20], ids=["alone", "together"])
+def test_copy_out_comes_after_a_mark_made_when_its_slot_was_there(
+    monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    computed = 0
+    seen: list[tuple[int, int]] = []
+
+    class Clock(CpuTransfer):
+        def mark(self) -> Mark:
+            made = super().mark()
+            marks[id(made)] = (computed, made)
+            return made
+
+        def copy_out(self, pieces: Any, after: Any) -> Copy:
+            seen.append((marks[id(after[0])][0], computed))
+            return super().copy_out(pieces, after)
+
+    def count(*arguments: Any, **rest: Any) -> Any:
+        nonlocal computed
+        computed += 1
+        return forward(*arguments, **rest)
+
+    marks: dict[int, tuple[int, Mark]] = {}
+    forward = arithmetic.grouped_forward
+    monkeypatch.setattr(arithmetic, "grouped_forward", count)
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: Clock())
+    monkeypatch.setattr(session_module, "Rules", functools.partial(Rules, together=together))
+    model = Stack(1)
+    with OffloadSession(model.layers, min_bytes=0) as session, session.step():
+        run(model, SPLITS)
+    made = [when for when, _ in seen]
+    assert made == ([2] if together else [1, 1, 2])  # after FC1, after the activation, after FC2
