@@ -40,11 +40,13 @@ class Returns:
         self._visits: list[LayerVisit] = []
         self._reached: LayerVisit | None = None  # up to here everything is back or on its way
         self._ahead = 0  # bytes back of forwards that were not read yet
+        self._by_key: dict[tuple[str, int], LayerVisit] = {}
         self._next: dict[tuple[str, int], tuple[str, int]] = {}
 
     def begin_step(self, visits: list[LayerVisit]) -> None:
         """A step begins. ``visits``: its forwards, to which more will be added."""
         self._visits = visits
+        self._by_key = {}
         self.reads = []
         self._reached = None
         self._ahead = 0
@@ -54,15 +56,12 @@ class Returns:
         if complete:
             self._next = dict(itertools.pairwise([visit.key for visit in self.reads]))
         self._visits = []
+        self._by_key = {}
 
     def approach(self, key: tuple[str, int]) -> None:
         """The backward has come to a forward that was not looked at: what comes after it may come back."""
-        key_after = self._next.get(key)
-        known = {visit.key: visit for visit in self._visits}
-        while key_after is not None and key_after not in known:
-            key_after = self._next.get(key_after)
-        following = known.get(key_after) if key_after is not None else None
-        if self.looks_ahead and self._reached is None and following is not None and not following.read:
+        following = self._after(key)
+        if self.looks_ahead and self._reached is None and following is not None:
             self._look_ahead(following, self._mover.transfer.mark())
 
     def read(self, visit: LayerVisit) -> None:
@@ -104,8 +103,17 @@ class Returns:
 
     def _following(self, visit: LayerVisit) -> LayerVisit | None:
         """The forward that the backward will read after this one, as far as one can tell."""
-        key = self._next.get(visit.key)
-        if key is not None:
-            return next((other for other in self._visits if other.key == key and not other.read), None)
+        if visit.key in self._next:
+            return self._after(visit.key)
         before = reversed(self._visits[: visit.number])
         return next((other for other in before if not other.read and other.cargos), None)
+
+    def _after(self, key: tuple[str, int]) -> LayerVisit | None:
+        """The next forward in the order of the step before that this step has too: it did not look at all of them."""
+        for visit in self._visits[len(self._by_key) :]:
+            self._by_key[visit.key] = visit
+        following = self._next.get(key)
+        while following is not None and following not in self._by_key:
+            following = self._next.get(following)
+        visit_after = self._by_key.get(following) if following is not None else None
+        return None if visit_after is None or visit_after.read else visit_after

@@ -298,7 +298,7 @@ class OffloadSession:
         assert self._engine is not None
         forward, attachment.forwards = attachment.forwards, attachment.forwards + 1
         if self._max_tokens is not None:
-            self._tokens = max([self._tokens, *(_rows(value) for value in (*args, *kwargs.values()))])
+            self._tokens = max(self._tokens, _rows((*args, *kwargs.values())))
         key = attachment.name, forward
         if not self._quiet.looks_at(key, signature_of(args, kwargs, attachment.flags())):
             attachment.unseen = key
@@ -368,9 +368,10 @@ def _approach(session_ref: weakref.ref[OffloadSession], key: tuple[str, int], gr
         session._engine.returns.approach(key)
 
 
-def _rows(value: Any) -> int:
-    """Rows of a layer's argument, if it is an activation: all but the last dimension."""
-    return math.prod(value.shape[:-1]) if isinstance(value, torch.Tensor) and value.ndim > 1 else 0
+def _rows(arguments: Sequence[Any]) -> int:
+    """Rows of a layer's input, its first argument of more than one dimension: all but the last one."""
+    inputs = (value for value in arguments if isinstance(value, torch.Tensor) and value.ndim > 1)
+    return next((math.prod(value.shape[:-1]) for value in inputs), 0)
 
 
 def _top_hooks() -> Any:

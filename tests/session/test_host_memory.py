@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from te_offload import Fate, OffloadSession, Reason
 from te_offload.errors import ArgumentError, ArgumentTypeError
 from te_offload.offload import numa
 from te_offload.offload.engine import GROWTH_STEPS
+from te_offload.offload.session import _rows
 from tests.session.test_lifetime import Stack
 from tests.support.mlp import run
 
@@ -82,3 +84,9 @@ def test_node_of_host_memory_is_looked_up_and_reported(
         assert set(asked) == {1} and record.host_node == 1 and set(record.host_nodes) == found
         assert "the GPU's is 1" in session.report()
         assert ("numactl" in session.report()) == advice
+
+
+def test_tokens_are_the_rows_of_the_first_activation_and_not_of_a_mask() -> None:
+    splits, x, mask = torch.ones(3, dtype=torch.int64), torch.zeros(2, 5, 16), torch.zeros(2, 4, 5, 5)
+    assert _rows((splits, x, mask)) == 10
+    assert _rows((splits, "no tensor")) == 0

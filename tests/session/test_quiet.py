@@ -100,38 +100,38 @@ def test_kept_layers_of_a_plan_are_not_looked_at_and_the_others_are() -> None:
         assert record.bytes_out == timed.bytes_out > 0
 
 
-def test_backward_of_a_layer_that_is_not_looked_at_starts_what_comes_back_after_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("layers", "kept", "backward_op", "back"),
+    [(3, 2, 0, 1), (4, 1, 1, 2)],
+    ids=["the last layer's backward starts the first of two", "one between two holds up nothing"],
+)
+def test_layer_that_is_not_looked_at_holds_up_nothing_that_comes_back_after_it(
+    monkeypatch: pytest.MonkeyPatch, layers: int, kept: int, backward_op: int, back: int
 ) -> None:
-    transfers: list[LateTransfer] = []
+    expected, model = run(Stack(layers), SPLITS), Stack(layers)
+    transfer = LateTransfer()
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: transfer)
+    begun: list[int] = []  # copies back when each GroupedLinear's backward begins
+    backward = GroupedLinear.fuser_backward
 
-    def make(*_: Any) -> LateTransfer:
-        transfers.append(LateTransfer())
-        return transfers[0]
+    def note(*args: Any, **kwargs: Any) -> Any:
+        begun.append(len(transfer.back))
+        return backward(*args, **kwargs)
 
-    monkeypatch.setattr(engine_module, "make_transfer", make)
-    model = Stack(3)
-    expected = run(Stack(3), SPLITS)
+    monkeypatch.setattr(GroupedLinear, "fuser_backward", note)
     names = ("0.fc1_input", "1.act_input", "2.fc2_input")
-    plan = Plan(tuple(PlannedSlot(f"layer{n}/{name}", 0, 0, n < 2) for n in range(3) for name in names))
-    begun: list[int] = []
+    plan = Plan(tuple(PlannedSlot(f"layer{n}/{name}", 0, 0, n != kept) for n in range(layers) for name in names))
     with OffloadSession(model.layers, min_bytes=0, max_in_flight=0, plan=plan) as session:
-        for number in range(LAST_TIMED + 2):
-            model.zero_grad()
-            if number == LAST_TIMED + 1:
-                backward = GroupedLinear.fuser_backward
-
-                def note(*args: Any, _backward: Any = backward, **kwargs: Any) -> Any:
-                    begun.append(len(transfers[0].back))
-                    return _backward(*args, **kwargs)
-
-                transfers[0].back.clear()
-                monkeypatch.setattr(GroupedLinear, "fuser_backward", note)
-            found = step(session, model)
+        for _ in range(LAST_TIMED + 1):
+            step(session, model)
+        assert session._engine is not None
+        session._engine.returns.max_ahead = 1 << 20
+        transfer.back.clear()
+        begun.clear()
+        found = step(session, model)
         assert session.records[-1].unseen == 1
     assert_same_bits(expected, found)
-    # In the backward of the last layer, which has nothing to bring, what never left is read in place, and more comes back
-    assert begun[0] == 1
+    assert begun[backward_op] == back  # of the last layer that went nothing comes back: it never left
 
 
 def test_slots_that_the_host_had_no_room_for_are_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
