@@ -49,8 +49,9 @@ class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, op: SlotOp, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         ctx.handle = None
-        if op.watch() is Watch.TAKES:
-            ctx.handle = op.hand_over(SavedSlot(None, SaveState.SAVED, tensors, ()))
+        observer, watch = op.follower()
+        if observer is not None and watch is Watch.TAKES:
+            ctx.handle = op.hand_over(SavedSlot(None, SaveState.SAVED, tensors, ()), observer)
         else:
             ctx.save_for_backward(*tensors)
         return x.view_as(x)

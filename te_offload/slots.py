@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import abc
 import enum
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -75,8 +75,7 @@ class SaveState(str, enum.Enum):
     NOT_SAVED = "not saved"
 
 
-@dataclass(frozen=True)
-class SavedSlot:
+class SavedSlot(NamedTuple):
     """What one forward of one op saved.
 
     Attributes:
@@ -84,15 +83,16 @@ class SavedSlot:
         state: whether the op's input was saved, will be recomputed, or is not needed.
         buffers: the tensors that hold the slot, quantized storages taken apart (data and scales).
         exempt: tensors saved beside it that are never offloaded: weights and their quantized copies, split sizes,
-            offsets, router scales.
-        carried_bytes: bytes of exempt tensors that do not pass the saved-tensor hooks at all.
+            offsets, router scales, the few bytes of scales of a quantized storage.
+        carried_bytes: counts the bytes of exempt tensors that do not pass the saved-tensor hooks at all; to be asked
+            while the forward runs. ``None``: there are none.
     """
 
     name: SlotName | None
     state: SaveState
     buffers: tuple[torch.Tensor, ...]
     exempt: tuple[torch.Tensor, ...]
-    carried_bytes: int = 0
+    carried_bytes: Callable[[], int] | None = None
 
 
 class Watch(enum.Enum):

@@ -16,8 +16,7 @@ import torch
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
 from te_offload.ops import te_adapter
-from te_offload.ops.slot_owner import SlotOwner, declare_slots
-from te_offload.slots import Watch
+from te_offload.ops.slot_owner import declare_slots
 
 
 class _DeclaresSlots:
@@ -31,10 +30,7 @@ class _DeclaresSlots:
         """The fused forward of Transformer Engine; afterwards every slot of its window is marked and declared."""
         with te_adapter.OffloadSwitch(on=False):
             result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
-        watches = [op.watch() if isinstance(op, SlotOwner) else Watch.NOT for op in self.basic_ops]
-        if any(watch is not Watch.NOT for watch in watches):
-            take = all(watch is Watch.TAKES for watch in watches)
-            declare_slots(self.basic_ops, te_adapter.read_fused(self.basic_ops, basic_op_ctxs, take=take))
+        declare_slots(self.basic_ops, basic_op_ctxs, te_adapter.read_fused)
         return result
 
     def fuser_backward(

@@ -90,7 +90,7 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         host_nodes=step.host_nodes,
         host_failure=step.host_failure,
         unseen=step.unseen,
-        exempt_bytes=sum(visit.exempt_bytes for visit in step.visits),
+        exempt_bytes=sum(visit.exempt_bytes for visit in step.visits) if step.timed else 0,
         abandoned=step.abandoned,
         planned=step.planned,
         predicted_ms=step.forecast.step_ms if step.forecast else None,

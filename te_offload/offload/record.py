@@ -133,11 +133,12 @@ class StepRecord:
         host_nodes: the nodes on which sampled pages of it lie.
         host_failure: why the system refused host memory, if it did.
         unseen: forwards that were not looked at, since nothing of them went the last time and nothing changed.
-        exempt_bytes: bytes of tensors that are never offloaded (weights, their copies, metadata), each forward's counted.
+        exempt_bytes: bytes of tensors that are never offloaded (weights, their copies, metadata, scales of whole
+            tensors), each forward's counted, in a timed step.
         abandoned: slots offloaded whose backward did not come in the step.
         planned: whether a plan chose the slots.
         predicted_ms, predicted_waiting_ms: what the plan foresaw: the step, and its waits for copies; ``None`` without one.
-        timed: whether times were taken; if not, all of them are ``None`` or 0, and there are no windows.
+        timed: whether times were taken; if not, they and ``exempt_bytes`` are ``None`` or 0, and there are no windows.
         step_ms: the device's time from the step's begin to its end.
         out_ms, back_ms: time during which a copy out, or back, was under way.
     """

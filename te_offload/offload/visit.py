@@ -144,7 +144,8 @@ class LayerVisit(SlotObserver):
             )
         entry = SlotEntry(self, op, saved.name or name, keep=keep, once=True)
         self.entries.append(entry)
-        self.exempt_bytes += saved.carried_bytes
+        if saved.carried_bytes is not None and self._engine.mover.transfer.timed:
+            self.exempt_bytes += saved.carried_bytes()
         if saved.state is not SaveState.SAVED:
             recomputed = saved.state is SaveState.RECOMPUTED
             entry.fate = Fate.RECOMPUTED if recomputed else Fate.NOT_SAVED

@@ -17,8 +17,7 @@ import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, UnsupportedError
 from te_offload.ops import arithmetic, te_adapter
-from te_offload.ops.slot_owner import SlotOwner, declare_slots
-from te_offload.slots import Watch
+from te_offload.ops.slot_owner import SlotOwner
 
 
 class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
@@ -63,9 +62,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             self._check_splits_where_read(input_, extra_inputs[0])
             with te_adapter.OffloadSwitch(on=False):
                 result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
-        watch = self.watch()
-        if watch is not Watch.NOT:
-            declare_slots([self], te_adapter.read_grouped_linear(self, basic_op_ctxs[0], take=watch is Watch.TAKES))
+        self.declare(te_adapter.read_grouped_linear, basic_op_ctxs[0])
         return result
 
     def fuser_backward(
@@ -86,9 +83,9 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
     # Checks ----------------------------------------------------------------------------------------------------------
 
     def _check_splits_where_read(self, input_: torch.Tensor, split_sizes: torch.Tensor) -> None:
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else self._weights()[0].dtype
-        on_host = split_sizes.device.type == "cpu"
-        if on_host or not te_adapter.takes_grouped_path(dtype):
+        weight = self.weight if self.single_grouped_weight else self.weight0  # not all N, which takes the host 40 us
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else weight.dtype
+        if not split_sizes.is_cuda or not te_adapter.takes_grouped_path(dtype):
             self._checked_splits(input_, split_sizes)
 
     def _checked_splits(self, input_: torch.Tensor, split_sizes: torch.Tensor) -> list[int]:

@@ -15,8 +15,7 @@ import transformer_engine.pytorch as te
 from te_offload.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from te_offload.ops import arithmetic, te_adapter
 from te_offload.ops.arithmetic import Pair
-from te_offload.ops.slot_owner import SlotOwner, declare_slots
-from te_offload.slots import Watch
+from te_offload.ops.slot_owner import SlotOwner
 
 
 class _ScaledActivation(SlotOwner):
@@ -36,9 +35,7 @@ class _ScaledActivation(SlotOwner):
                 f"{type(self).__name__}: te.autocast quantizes on a GPU, but the input is on the CPU."
             )
         result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
-        watch = self.watch()
-        if watch is not Watch.NOT:
-            declare_slots([self], te_adapter.read_activation(self, basic_op_ctxs[0], take=watch is Watch.TAKES))
+        self.declare(te_adapter.read_activation, basic_op_ctxs[0])
         return result
 
     def fuser_backward(

@@ -7,7 +7,7 @@ does not; parameters and state-dict keys are those of the `te.ops` class. Does n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ import torch
 from te_offload.errors import ArgumentTypeError
 from te_offload.ops import te_adapter
 from te_offload.slots import SavedSlot, SlotHandle, SlotObserver, Watch
+
+Reader = Callable[..., te_adapter.Layout | None]  # `te_adapter.read_grouped_linear`, say
 
 
 class SlotOwner:
@@ -44,35 +46,47 @@ class SlotOwner:
         else:
             self._slot_observer = observer
 
-    def watch(self) -> Watch:
-        """How the saved tensors of a forward that runs now are followed: by an observer, or by anyone's hooks."""
-        observer = self._observer_now()
+    def follower(self) -> tuple[SlotObserver | None, Watch]:
+        """Who follows the saved tensors of a forward that runs now, and how: the op's own observer, else the owner of the
+        innermost saved-tensor hook, if it is one (a context around the layer, which knows no ops), else anyone's hook.
+        """
+        observer = self._slot_observer
         if observer is not None:
-            return observer.watch()
-        return Watch.HOOKS if te_adapter.saved_tensor_hook_active() else Watch.NOT
+            watch = observer.watch()
+            if watch is not Watch.NOT:
+                return observer, watch
+        if not te_adapter.saved_tensor_hook_active():
+            return None, Watch.NOT
+        owner = te_adapter.saved_tensor_hook_owner()
+        return (owner, owner.watch()) if isinstance(owner, SlotObserver) else (None, Watch.HOOKS)
 
-    def declare_slot(self, saved: SavedSlot) -> None:
+    def declare_slot(self, saved: SavedSlot, observer: SlotObserver | None) -> None:
         """Mark what was saved, and tell the observer; the tensors pass the saved-tensor hooks afterwards."""
         te_adapter.mark_exempt_and_kept(saved, keep_input=self.no_offload_activation)
-        observer = self._observer_now()
         if observer is not None:
             observer.slot_saved(self, saved, take=False)  # type: ignore[arg-type]
 
-    def hand_over(self, saved: SavedSlot) -> SlotHandle | None:
-        """Give the slot's buffers to the observer, which takes (`Watch.TAKES`); ``None`` if the slot was not saved."""
-        observer = self._observer_now()
-        assert observer is not None
+    def hand_over(self, saved: SavedSlot, observer: SlotObserver) -> SlotHandle | None:
+        """Give the slot's buffers to an observer that takes (`Watch.TAKES`); ``None`` if the slot was not saved."""
         return observer.slot_saved(self, saved, take=True)  # type: ignore[arg-type]
 
-    def _observer_now(self) -> SlotObserver | None:
-        """Who wants to know of the slot of a forward that runs now: the op's own observer, else the owner of the innermost
-        saved-tensor hook, if it is one (a context around the layer, which knows no ops).
+    def declare(self, read: Reader, ctx: te_adapter.OperationContext) -> None:
+        """Tell of the slot that a forward of this op alone saved; or hand it over.
+
+        Args:
+            read: reads the context. ctx: of the forward.
         """
-        observer = self._slot_observer
-        if observer is not None and observer.watch() is not Watch.NOT:
-            return observer
-        owner = te_adapter.saved_tensor_hook_owner()
-        return owner if isinstance(owner, SlotObserver) else None
+        observer, watch = self.follower()
+        if watch is Watch.NOT:
+            return
+        layout = read(self, ctx, take=watch is Watch.TAKES)
+        if layout is None:
+            return
+        if layout.taken:
+            assert observer is not None
+            layout.carry([self.hand_over(layout.slots[0], observer)])
+        else:
+            self.declare_slot(layout.slots[0], observer)
 
     def extra_repr(self) -> str:
         """The keyword, beside what the `te.ops` class shows."""
@@ -87,20 +101,28 @@ class SlotOwner:
         return state
 
 
-def declare_slots(ops: Sequence[Any], layout: te_adapter.Layout | None) -> None:
-    """Tell of the slots that a forward saved, one an op; or hand them over, if the layout was read to be taken.
+def declare_slots(
+    ops: Sequence[Any], ctxs: Sequence[te_adapter.OperationContext], read: Callable[..., te_adapter.Layout | None]
+) -> None:
+    """Tell of the slots that a forward of several ops in one saved, one an op; or hand them over.
 
     Args:
-        ops: `SlotOwner` ops, or plain ones of `te.ops` among them, whose weights stay all the same.
-        layout: what was read of their forward; ``None``: it saved nothing for a backward.
+        ops: `SlotOwner` ops, or plain ones of `te.ops` among them, whose weights stay all the same; then nothing is taken.
+        ctxs: their contexts. read: reads them.
     """
+    followers = [op.follower() if isinstance(op, SlotOwner) else (None, Watch.NOT) for op in ops]
+    watches = [watch for _, watch in followers]
+    if all(watch is Watch.NOT for watch in watches):
+        return
+    layout = read(ops, ctxs, take=all(watch is Watch.TAKES for watch in watches))
     if layout is None:
         return
+    told = list(zip(ops, layout.slots, (observer for observer, _ in followers), strict=True))
     if layout.taken:
-        layout.carry([op.hand_over(slot) for op, slot in zip(ops, layout.slots, strict=True)])
+        layout.carry([op.hand_over(slot, observer) for op, slot, observer in told])
         return
-    for op, slot in zip(ops, layout.slots, strict=True):
+    for op, slot, observer in told:
         if isinstance(op, SlotOwner):
-            op.declare_slot(slot)
+            op.declare_slot(slot, observer)
         else:
             te_adapter.mark_exempt_and_kept(slot, keep_input=False)

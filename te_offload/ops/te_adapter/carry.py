@@ -32,8 +32,35 @@ def buffers_of(*entries: Saved) -> tuple[torch.Tensor, ...]:
     return tuple(buffer for buffer in buffers if buffer is not None)
 
 
+def parts_of_slot(entries: Sequence[Saved]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The plain tensors of a slot's entries: those that may leave the device, and those that stay; see `_stays`."""
+    going: list[torch.Tensor] = []
+    staying: list[torch.Tensor] = []
+    for entry in entries:
+        if isinstance(entry, STORAGES):
+            tensors = _tensors_in(entry)
+            for buffer in buffers_of(entry):
+                (staying if _stays(buffer, tensors) else going).append(buffer)
+        elif entry is not None:
+            (staying if entry.dtype in METADATA_DTYPES else going).append(entry)
+    return going, staying
+
+
+def _tensors_in(storage: Any) -> int:
+    """How many tensors a quantized storage holds: one, or one an expert."""
+    return int(getattr(storage, "num_tensors", 1))
+
+
+def _stays(buffer: torch.Tensor, tensors: int) -> bool:
+    """Whether a buffer of a storage of some tensors stays on the device though its slot goes: sizes and offsets, and what
+    is one number a tensor (scale, amax): each such buffer takes the host as long as the data, for a few bytes.
+    """
+    dtype = buffer.dtype
+    return dtype in METADATA_DTYPES or (dtype is torch.float32 and buffer.numel() <= tensors)
+
+
 class Taken:
-    """The entries of one slot, whose buffers someone else holds.
+    """The entries of one slot, of whose buffers someone else holds all but those that stay in any case.
 
     Attributes:
         places: where they are among the saved entries.
@@ -41,33 +68,42 @@ class Taken:
         handle: stands for the buffers; ``None``: there are none.
     """
 
-    __slots__ = ("_counts", "_parts", "_shells", "_taken_from", "buffers", "handle", "places")
+    __slots__ = ("_parts", "_shells", "_taken_from", "buffers", "handle", "places")
 
     def __init__(self, places: range, entries: Sequence[Saved]) -> None:
         self.places = places
         self.handle: SlotHandle | None = None
-        self._shells: list[Any] | None = None
-        self._counts: list[int] = []
-        parts = list(entries)
-        if not set(map(type, entries)) <= PLAIN_TYPES:
-            parts, self._shells = [], []
+        self._shells: list[tuple[Any, int]] | None = None  # each storage without its buffers, and how many those are
+        parts: list[Any] = list(entries)
+        if PLAIN_TYPES.issuperset(map(type, parts)):
+            taken_from = [index for index, part in enumerate(parts) if part is not None]
+        else:
+            parts, taken_from, self._shells = [], [], []
             for entry in entries:
+                first = len(parts)
                 if isinstance(entry, STORAGES) and not isinstance(entry, torch.Tensor):
+                    tensors = _tensors_in(entry)
                     buffers, shell = entry.prepare_for_saving()  # which empties it
                     parts += buffers
-                    self._shells.append(shell)
-                    self._counts.append(len(buffers))
+                    self._shells.append((shell, len(buffers)))
+                    taken_from += [
+                        index
+                        for index, part in enumerate(buffers, first)
+                        if part is not None and not _stays(part, tensors)
+                    ]
                 else:
                     parts.append(entry)
-                    self._shells.append(None)
-                    self._counts.append(1)
+                    self._shells.append((None, 1))
+                    taken_from += [first] if entry is not None else []
         self._parts = parts
-        self._taken_from = [
-            index for index, part in enumerate(parts) if part is not None and part.dtype not in METADATA_DTYPES
-        ]
-        self.buffers = tuple([parts[index] for index in self._taken_from])
-        for index in self._taken_from:
+        self._taken_from = taken_from
+        self.buffers = tuple([parts[index] for index in taken_from])
+        for index in taken_from:
             parts[index] = None
+
+    def staying_bytes(self) -> int:
+        """Bytes of the buffers that stay."""
+        return sum([part.nbytes for part in self._parts if part is not None])
 
     def bring(self) -> list[Saved]:
         """The entries, as they were saved."""
@@ -78,7 +114,7 @@ class Taken:
         if self._shells is None:
             return parts
         entries, position = [], 0
-        for shell, count in zip(self._shells, self._counts, strict=True):
+        for shell, count in self._shells:
             if shell is None:
                 entries.append(parts[position])
             else:
@@ -99,20 +135,22 @@ class Layout:
         taken: whether `carry` has to follow.
     """
 
+    __slots__ = ("_ctx", "_exempt", "_taken", "slots", "taken")
+
     def __init__(self, ctx: OperationContext, exempt: Sequence[range], taken: Sequence[Taken] | None) -> None:
-        self.slots: tuple[SavedSlot, ...] = ()
+        self.slots: Sequence[SavedSlot] = ()
         self.taken = taken is not None
         self._ctx = ctx
         self._exempt = exempt
         self._taken = taken or ()
 
     def carried_bytes(self) -> int:
-        """Bytes of the exempt entries, parameters not counted. The weights of one op have one shape and one type: in a
-        group of storages the first one's bytes count for all.
+        """Bytes of the exempt entries and of what stays of the slots, parameters not counted. The weights of one op have
+        one shape and one type: in a group of storages the first one's bytes count for all.
         """
         saved = self._ctx.to_save
         assert saved is not None
-        nbytes = 0
+        nbytes = sum([taken.staying_bytes() for taken in self._taken])
         for places in self._exempt:
             entries = saved[places.start : places.stop]
             first = next((entry for entry in entries if entry is not None), None)
@@ -126,7 +164,8 @@ class Layout:
         """Keep the exempt entries, and the handles in place of the slots, on the context, so that nothing of it passes a
         hook; `bring_carried` puts all back.
         """
-        entries = list(self._ctx.to_save or ())
+        ctx = self._ctx
+        entries = list(ctx.to_save or ())
         for taken, handle in zip(self._taken, handles, strict=True):
             taken.handle = handle
             taken.buffers = ()
@@ -137,8 +176,9 @@ class Layout:
         except RuntimeError:  # inference tensors have none
             tensors = [tensor for tensor in tensors if not tensor.is_inference()]
             versions = [tensor._version for tensor in tensors]
-        self._ctx.to_save = None
-        self._ctx.te_offload_carried = (entries, tensors, versions, self._taken)
+        self.slots = ()  # one of which refers to this layout
+        ctx.to_save = None
+        ctx.te_offload_carried = (entries, tensors, versions, self._taken)
 
 
 def bring_carried(op: torch.nn.Module, ctx: OperationContext) -> None:

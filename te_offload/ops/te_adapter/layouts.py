@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,13 @@ from transformer_engine.pytorch.ops.op import OperationContext
 
 from te_offload.errors import UnknownLayoutError, UnsupportedReleaseError
 from te_offload.ops.te_adapter.carry import (
-    METADATA_DTYPES,
     PLAIN_TYPES,
     STORAGES,
     Layout,
     Saved,
     Taken,
     buffers_of,
+    parts_of_slot,
 )
 from te_offload.slots import SavedSlot, SaveState, SlotName
 
@@ -108,6 +108,10 @@ def _is_metadata(entry: Saved) -> bool:
     return entry is None or (isinstance(entry, torch.Tensor) and not entry.is_floating_point())
 
 
+def _are_metadata(entries: Sequence[Saved]) -> bool:
+    return False not in [_is_metadata(entry) for entry in entries]
+
+
 def _is_values(entry: Saved, *, none: bool) -> bool:
     """A high-precision tensor or a quantized storage; or None, where ``none`` allows it."""
     if entry is None:
@@ -134,11 +138,9 @@ def _num_weights(linear: Any) -> int:
 
 
 def _slot(name: SlotName | None, entries: Sequence[Saved], exempt: Sequence[Saved], *, absent: SaveState) -> SavedSlot:
-    parts = _parts_of(entries)
-    metadata = [part for part in parts if part.dtype in METADATA_DTYPES]  # first_dims, offsets of grouped storages
-    buffers = [part for part in parts if part.dtype not in METADATA_DTYPES] if metadata else parts
+    going, staying = parts_of_slot(entries)
     state = SaveState.SAVED if any(entry is not None for entry in entries) else absent
-    return SavedSlot(name, state, tuple(buffers), (*_parts_of(exempt), *metadata))
+    return SavedSlot(name, state, tuple(going), (*_parts_of(exempt), *staying))
 
 
 def _parts_of(entries: Sequence[Saved]) -> Sequence[torch.Tensor]:
@@ -169,12 +171,12 @@ def _layout(ctx: OperationContext, groups: Sequence[_Group], *, take: bool) -> L
         return layout
     taken = [Taken(places, saved[places.start : places.stop]) for _, places, _, _ in groups]
     layout = Layout(ctx, exempt, taken)
-    nbytes = layout.carried_bytes()
+    carried: Callable[[], int] | None = layout.carried_bytes
     slots = []
     for (name, _, _, absent), part in zip(groups, taken, strict=True):
-        slots.append(SavedSlot(name, SaveState.SAVED if part.buffers else absent, part.buffers, (), nbytes))
-        nbytes = 0
-    layout.slots = tuple(slots)
+        slots.append(SavedSlot(name, SaveState.SAVED if part.buffers else absent, part.buffers, (), carried))
+        carried = None
+    layout.slots = slots
     return layout
 
 
@@ -193,25 +195,34 @@ def read_grouped_linear(op: Any, ctx: OperationContext, *, take: bool = False) -
         return None
     release = require_supported_release()
     grouped = bool(getattr(ctx, "use_grouped_tensor_path", False))
-    path = "unfused grouped" if grouped else "unfused split"
     inputs, weights = (1, _num_weights(op)) if grouped else (op.num_groups, op.num_groups)
     scales = 1 if op._scale_bias else 0
-    end_of_input = len(saved) - weights
-    end_of_scales = end_of_input - inputs
-    end_of_metadata = end_of_scales - scales
+    end_of_metadata, end_of_scales, groups = _unfused_places(len(saved), scales, inputs, weights)
     kinds_ok = (
         end_of_metadata == release.unfused_metadata
-        and all(_is_metadata(entry) for entry in saved[:end_of_metadata])
-        and all(_is_scales(entry) for entry in saved[end_of_metadata:end_of_scales])
+        and _are_metadata(saved[:end_of_metadata])
+        and (not scales or _is_scales(saved[end_of_metadata]))
         and _are_values(saved[end_of_scales:])
     )
     if not kinds_ok:
+        path = "unfused grouped" if grouped else "unfused split"
         metadata = release.unfused_metadata
         expected = f"{metadata} of metadata, {scales} of router scales, {inputs} of input, {weights} of weights"
         raise _layout_error(op, path, saved, expected)
-    exempt = (range(end_of_scales), range(end_of_input, len(saved)))
+    return _layout(ctx, groups, take=take)
+
+
+@functools.lru_cache(maxsize=256)
+def _unfused_places(count: int, scales: int, inputs: int, weights: int) -> tuple[int, int, tuple[_Group, ...]]:
+    """Where metadata and router scales of an unfused GroupedLinear end, and its slot; ``count`` entries in all."""
+    end_of_input = count - weights
+    end_of_scales = end_of_input - inputs
+    exempt = (range(end_of_scales), range(end_of_input, count))
     group = (None, range(end_of_scales, end_of_input), exempt, SaveState.NOT_SAVED)
-    return _layout(ctx, (group,), take=take)
+    return end_of_scales - scales, end_of_scales, (group,)
+
+
+_ACTIVATION: tuple[_Group, ...] = ((SlotName.ACT_INPUT, range(1), (range(1, 2),), SaveState.NOT_SAVED),)
 
 
 def read_activation(op: Any, ctx: OperationContext, *, take: bool = False) -> Layout | None:
@@ -226,7 +237,7 @@ def read_activation(op: Any, ctx: OperationContext, *, take: bool = False) -> La
     require_supported_release()
     if len(saved) != 2 or not _is_values(saved[0], none=False) or not _is_scales(saved[1]):
         raise _layout_error(op, "unfused", saved, "1 input, 1 of router scales")
-    return _layout(ctx, ((SlotName.ACT_INPUT, range(1), (range(1, 2),), SaveState.NOT_SAVED),), take=take)
+    return _layout(ctx, _ACTIVATION, take=take)
 
 
 def read_fused(basic_ops: Sequence[Any], ctxs: Sequence[OperationContext], *, take: bool = False) -> Layout | None:
@@ -257,7 +268,7 @@ def read_fused(basic_ops: Sequence[Any], ctxs: Sequence[OperationContext], *, ta
     kinds_ok = (
         at_fc1_input == release.fused_metadata
         and all(ctx.to_save is None for ctx in ctxs[1:])
-        and all(_is_metadata(entry) for entry in saved[:at_fc1_input])
+        and _are_metadata(saved[:at_fc1_input])
         and _is_values(saved[at_fc1_input], none=True)
         and _are_values(saved[at_weights1:at_act_input])
         and isinstance(saved[at_act_input], torch.Tensor)
