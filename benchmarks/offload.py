@@ -11,10 +11,10 @@ backward alone, each copy at the measured rate of the link (alone, or while both
 each backward after its slots; out in the order of production, back in the order of need, any number of bytes in flight.
 What has not left the device when its backward comes may be read where it is; the floor moves it all the same.
 
-Peak memory is torch's over one step, less what was there before it. `terms` is what a step without offloading needs
-beside its saved tensors, plus the saved tensors that the record says were on the device at the worst moment (kept, in
-flight, back ahead of the backward, and in use), plus one gradient of a layer's input, which is there at that moment because
-it lies inside the backward.
+Peak memory is torch's over one step, less what was there before it. `terms` is computed window by window (a layer's
+forward, a layer's backward): what the layer needs beside saved tensors, as measured with a session that offloads nothing,
+plus the saved tensors that the record of this very step says were on the device at the worst moment of the window (kept,
+in flight, back ahead of the backward, and in use); the worst window counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import torch
 from benchmarks.floor import floor_ms, time_layers
 from benchmarks.stack import Shape, Variant, Way, make_inputs
 from te_offload import StepRecord
-from te_offload.offload.record import BACKWARD_BEGINS
 from te_offload.offload.timeline import Link
 from te_offload.ops import te_adapter
 
@@ -70,6 +69,7 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     variants: list[Variant] = []
     reference: list[torch.Tensor] | None = None
+    beside: list[int] | None = None
     for number, way in enumerate(ways(shape.layers)):
         if only is not None and number > 2 and only not in way.name:
             continue
@@ -85,6 +85,11 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
         same = all(torch.equal(one, other) for one, other in zip(reference, grads, strict=True))
         peaks = variant.peak_bytes()
         rows.append({"name": way.name, "same_bits": same, "peaks": peaks, "peak_bytes": max(peaks), "ms": []})
+        if variant.session is not None:
+            looked = variant.session.records[-1]
+            if beside is None:
+                beside = [peak - most for peak, most in zip(peaks, resident(looked), strict=True)]
+            rows[-1]["terms_bytes"] = terms(looked, beside)
         variants.append(variant)
     del reference, grads
     gc.collect()
@@ -101,9 +106,6 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
             row["ms"].append(1e3 * (time.perf_counter() - start))
     gc.enable()
     times, link = time_layers(variants[1].model, inputs, shape)
-    looked = next(variant.session for variant in variants if variant.session is not None).timed_record
-    assert looked is not None
-    beside = tuple(peak - looked.peak_resident for peak in rows[1]["peaks"])
     for variant, row in zip(variants, rows, strict=True):
         if variant.session is None:
             continue
@@ -124,21 +126,26 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
             "floor_ms": floor_ms(record, times, link),
             "peak_resident": record.peak_resident,
             "predicted_ms": record.predicted_ms,
-            "terms_bytes": terms(record, beside),
         }
     return {"shape": shape.title, "link": vars_of(link), "layer_ms": times, "rows": rows}
 
 
-def terms(record: StepRecord, beside: tuple[int, int]) -> int:
-    """What the peak should be, in the worse half of the step: saved tensors on the device, those in flight among them, and
-    what a forward or a backward needs ``beside`` them without a session.
-    """
-    moments = list(record.residency)
-    turn = next((number for number, moment in enumerate(moments) if moment.label == BACKWARD_BEGINS), len(moments))
-    halves = moments[:turn], moments[turn:]
-    return max(
-        max((moment.nbytes for moment in half), default=0) + extra for half, extra in zip(halves, beside, strict=True)
-    )
+def resident(record: StepRecord) -> list[int]:
+    """Most bytes of saved tensors on the device in each window of a step, as `Variant.peak_bytes` divides it."""
+    windows = [[0]]
+    for moment in record.residency:
+        read = moment.label.endswith(" read")
+        if read:
+            windows.append([])
+        windows[-1].append(moment.nbytes)
+        if moment.label.endswith(" saved"):
+            windows.append([moment.nbytes])
+    return [max(window) for window in windows]
+
+
+def terms(record: StepRecord, beside: list[int]) -> int:
+    """What the peak should be, from the saved tensors on the device and what each window needs ``beside`` them."""
+    return max(most + extra for most, extra in zip(resident(record), beside, strict=True))
 
 
 def vars_of(link: Link) -> dict[str, float]:

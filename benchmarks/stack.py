@@ -65,6 +65,9 @@ class Stack(torch.nn.Module):
             for _ in range(shape.layers)
         )
         self.wrap: Wrap = lambda layer, run, x: run(x)
+        self.border: Callable[[], None] | None = (
+            None  # called after each layer's forward, and before each one's backward
+        )
 
     def share(self, first: Stack | None) -> None:
         """Use the weights and `main_grad` buffers of the first stack, so that many variants fit on one card."""
@@ -76,8 +79,17 @@ class Stack(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + self.wrap(layer, lambda x, layer=layer: layer(x, splits, scales, splits), x)  # type: ignore[misc]
+            x = x + self._bordered(
+                self.wrap(layer, lambda x, layer=layer: layer(x, splits, scales, splits), x)  # type: ignore[misc]
+            )
         return x
+
+    def _bordered(self, y: torch.Tensor) -> torch.Tensor:
+        border = self.border
+        if border is not None:
+            border()
+            y.register_hook(lambda grad: border())
+        return y
 
 
 @dataclass(frozen=True)
@@ -212,20 +224,26 @@ class Variant:
         with self.around():
             self.model(x, splits, scales).backward(dy)
 
-    def peak_bytes(self) -> tuple[int, int]:
-        """Torch's peak in the forward and in the backward of one step, less what was there before the step."""
-        x, splits, scales, dy = self.inputs
-        x.grad = None
+    def peak_bytes(self) -> list[int]:
+        """Torch's peaks over one step, less what was there before it: in each layer's forward, from the last forward to the
+        first backward, and in each backward.
+        """
+        peaks: list[int] = []
+        self.inputs[0].grad = None
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        with self.around():
-            y = self.model(x, splits, scales)
-            forward = torch.cuda.max_memory_allocated() - before
+
+        def border() -> None:
+            peaks.append(torch.cuda.max_memory_allocated() - before)
             torch.cuda.reset_peak_memory_stats()
-            y.backward(dy)
+
+        torch.cuda.reset_peak_memory_stats()
+        self.model.border = border
+        self.step()
+        self.model.border = None
+        border()
         torch.cuda.synchronize()
-        return forward, torch.cuda.max_memory_allocated() - before
+        return peaks
 
     def gradients(self) -> list[torch.Tensor]:
         """Every gradient of one step, from zeroed buffers."""

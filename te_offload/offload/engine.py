@@ -126,6 +126,7 @@ class Engine:
             growth: how much more host memory than this one a later step may need.
         """
         ended = self.mover.transfer.mark()
+        self.mover.finish_use()
         abandoned = sum(cargo.slots for visit in self.visits for cargo in visit.cargos if cargo.lease)
         for visit in self.visits:
             visit.release()

@@ -54,6 +54,7 @@ class Mover:
         self.max_in_flight = max_in_flight
         self.counts = Counts()
         self.in_flight = 0
+        self._in_use: Cargo | None = None  # given out last, and used by an op that may not be over
         self._leaving: collections.deque[Cargo] = collections.deque()
         # NVTX ranges, named by the slot, around what queues its copies. NVTX itself looks at this variable, which profilers
         # set, and does nothing without it.
@@ -116,6 +117,7 @@ class Mover:
         """Let go of all device memory that a copy out reads; the compute stream waits for those copies."""
         while self._leaving:
             self.let_go(self._leaving[0])
+        self.finish_use()
 
     def _let_go(self, cargo: Cargo) -> None:
         self.in_flight -= cargo.copied
@@ -197,7 +199,14 @@ class Mover:
         cargo.watch = None  # which refers to the cargo
         cargo.move(SlotState.RELEASED)
         if cargo.sources is None:
-            self._uncount(cargo, "released")
+            self.finish_use()
+            self._in_use = cargo
+
+    def finish_use(self) -> None:
+        """The op that was given a cargo last is over: it counts no more."""
+        used, self._in_use = self._in_use, None
+        if used is not None:
+            self._uncount(used, "used")
 
     def _count(self, cargo: Cargo) -> None:
         if not cargo.counted:

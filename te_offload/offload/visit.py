@@ -65,8 +65,8 @@ class LayerVisit(SlotObserver):
         key: layer and forward. number: of this forward among those of the step.
         cargos: what left the device, in order. read: whether the backward has read of it.
         keep: why all of this forward stays on the device, if it does; it is recorded all the same.
-        began, ended, needed: marks of the forward (its begin if that is timed), and of the first read; none where it is
-            left alone.
+        began, ended, needed: marks of the forward (if that is timed; its end also where a slot has no mark of its own), and
+            of the first read; none where it is left alone.
     """
 
     def __init__(self, layer: str, module: torch.nn.Module | None, forward: int, engine: Engine, stays: Reason) -> None:
@@ -269,7 +269,13 @@ class LayerVisit(SlotObserver):
         """The forward is over: stop taking what is saved."""
         self._close()
         if self._stays is Reason.NONE:
-            self.ended = self._engine.mover.transfer.mark()
+            transfer = self._engine.mover.transfer
+            if transfer.timed or self._lacks_a_mark():
+                self.ended = transfer.mark()
+
+    def _lacks_a_mark(self) -> bool:
+        """Whether a slot may not be complete before the end of the forward."""
+        return False in [entry.once and entry.ready is not None for entry in self.entries if entry.handles]
 
     def load(self) -> None:
         """Decide, and start the copies out. Does nothing the second time."""
@@ -320,7 +326,9 @@ class LayerVisit(SlotObserver):
         assert cargo is not None
         going = load.put_on()
         if cargo.copied:
-            cargo.ready = self.ended if load.others else load.entry.ready or self.ended
+            cargo.ready = load.entry.ready or self.ended
+            if load.others:  # without an end, all have marks of their own, in this order
+                cargo.ready = self.ended or load.others[-1].entry.ready
             cargo.users = [weakref.ref(handle) for handle in going]
             self._watch(cargo, going)
             if self._engine.verifier is not None:

@@ -460,3 +460,16 @@ def test_fate_of_a_frozen_input_slot_is_not_saved() -> None:
     assert rows["layer0/2.fc2_input"].fate is Fate.NOT_SAVED
     assert rows["layer0/2.fc2_input"].nbytes == 0
     assert rows["layer0/0.fc1_input"].fate is Fate.OFFLOADED
+
+
+def test_a_slot_counts_as_on_the_device_until_the_op_before_takes_its_own() -> None:
+    module = make_mlp()
+    with OffloadSession(module, min_bytes=0, enabled=False) as session, session.step():
+        run(module, SPLITS)
+    record = session.records[-1]
+    fc1, act, fc2 = (row.nbytes for row in record.slots)
+    labels = [moment.label for moment in record.residency]
+    backward = record.residency[labels.index("layer0 read") :]
+    assert [moment.nbytes for moment in backward if moment.label == "used"] == [fc1 + act, fc1, 0]
+    assert backward[0].nbytes == fc1 + act + fc2
+    assert record.residency[-1].label == "used"

@@ -170,7 +170,8 @@ class Layout:
             taken.handle = handle
             taken.buffers = ()
             entries[taken.places.start : taken.places.stop] = [None] * len(taken.places)
-        tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
+        kinds = {kind for kind in set(map(type, entries)) if issubclass(kind, torch.Tensor)}
+        tensors = [entry for entry in entries if type(entry) in kinds]
         try:
             versions = [tensor._version for tensor in tensors]
         except RuntimeError:  # inference tensors have none

@@ -123,10 +123,8 @@ def _is_values(entry: Saved, *, none: bool) -> bool:
 
 def _are_values(entries: Sequence[Saved]) -> bool:
     """`_is_values` or None for hundreds of entries of few types: each type once."""
-    types = set(map(type, entries))
-    if len(types) == 1:
-        return _is_values(entries[0], none=True)
-    return all(_is_values(next(entry for entry in entries if type(entry) is kind), none=True) for kind in types)
+    kinds = list(map(type, entries))
+    return False not in [_is_values(entries[kinds.index(kind)], none=True) for kind in set(kinds)]
 
 
 def _is_scales(entry: Saved) -> bool:
