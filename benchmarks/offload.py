@@ -32,6 +32,7 @@ import torch
 from benchmarks.floor import floor_ms, time_layers
 from benchmarks.stack import Shape, Variant, Way, make_inputs
 from te_offload import StepRecord
+from te_offload.offload.engine import TIMED_EVERY
 from te_offload.offload.timeline import Link
 from te_offload.ops import te_adapter
 
@@ -104,6 +105,8 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
             variant.step()
             torch.cuda.synchronize()
             row["ms"].append(1e3 * (time.perf_counter() - start))
+            if variant.session is not None:
+                row.setdefault("timed", []).append(variant.was_timed())
     gc.enable()
     times, link = time_layers(variants[1].model, inputs, shape)
     for variant, row in zip(variants, rows, strict=True):
@@ -111,6 +114,8 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
             continue
         record = variant.session.timed_record
         assert record is not None
+        if not record.bytes_out:
+            row["cost"] = cost_of_looking(rows[1]["ms"], row["ms"], row["timed"])
         row |= {
             "bytes_out": record.bytes_out,
             "bytes_back": record.bytes_back,
@@ -128,6 +133,21 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
             "predicted_ms": record.predicted_ms,
         }
     return {"shape": shape.title, "link": vars_of(link), "layer_ms": times, "rows": rows}
+
+
+def cost_of_looking(without: list[float], with_session: list[float], timed: list[bool]) -> float | None:
+    """What a session that offloads nothing adds to a step, as a share of it: the medians of the differences to the step of
+    the same round without a session, of timed steps and of others, weighted as they occur in a long run.
+    """
+    pairs = list(zip(without, with_session, timed, strict=True))
+    medians = []
+    for kind in (True, False):
+        differences = [after - before for before, after, was_timed in pairs if was_timed is kind]
+        if not differences:
+            return None
+        medians.append(statistics.median(differences))
+    share = 1 / TIMED_EVERY
+    return (share * medians[0] + (1 - share) * medians[1]) / statistics.median(without)
 
 
 def resident(record: StepRecord) -> list[int]:
@@ -181,6 +201,9 @@ def table(result: dict[str, Any]) -> str:
         else:
             cells += ["", peak, "", "", "", ""]
         lines.append(f"| {' | '.join(cells)} | {'same' if row['same_bits'] else 'DIFFER'} |")
+    for row in result["rows"]:
+        if row.get("cost") is not None:
+            lines += ["", f"{row['name']}: {row['cost']:+.2%} of a step, by paired rounds."]
     return "\n".join(lines)
 
 

@@ -78,6 +78,7 @@ class Stack(torch.nn.Module):
                 parameter.data, parameter.main_grad = other.data, other.main_grad  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        x = x.clone()  # memory of the step, as what an embedding or attention computes
         for layer in self.layers:
             x = x + self._bordered(
                 self.wrap(layer, lambda x, layer=layer: layer(x, splits, scales, splits), x)  # type: ignore[misc]
@@ -140,6 +141,7 @@ class Variant:
         self.model.share(first)
         self.session: OffloadSession | None = None
         self.megatron: Any = None
+        self.steps = 0
         if way.engine == "te_offload":
             plan = None
             if way.going < shape.layers and way.fraction is None:
@@ -223,6 +225,13 @@ class Variant:
         x, splits, scales, dy = self.inputs
         with self.around():
             self.model(x, splits, scales).backward(dy)
+        self.steps += 1
+
+    def was_timed(self) -> bool:
+        """Whether the session took times in the last step, which the device has passed."""
+        assert self.session is not None
+        record = self.session.timed_record
+        return record is not None and record.index == self.steps - 1
 
     def peak_bytes(self) -> list[int]:
         """Torch's peaks over one step, less what was there before it: in each layer's forward, from the last forward to the

@@ -29,7 +29,7 @@ HISTORY = 4  # steps whose records are kept; their events serve the steps after 
 GROWTH_STEPS = 3  # steps in which host memory may be taken from the system
 FIRST_BOUND = 256 << 20  # bytes in flight each way until something was measured
 TIMED_FIRST = 8  # steps that are timed, and
-TIMED_EVERY = 8  # from then on one in so many
+TIMED_EVERY = 16  # from then on one in so many
 _ADAPT_FIRST = 4  # steps before which the bounds are looked at before each step, and
 _ADAPT_EVERY = 16  # from then on every so many steps
 

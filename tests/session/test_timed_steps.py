@@ -61,7 +61,7 @@ def test_last_timed_step_is_reported_when_it_is_no_longer_among_the_last_steps()
             with session.step():
                 run(model, SPLITS)
         assert not any(record.timed for record in session.records)
-        assert f"Slots of step {TIMED_FIRST}" in session.report()
+        assert f"Slots of step {TIMED_EVERY}" in session.report()
 
 
 def test_drift_in_a_step_without_times_has_the_next_one_timed_and_planned_from() -> None:
