@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from te_offload.offload.saved import Saved
     from te_offload.offload.transfer import Copy, Mark, Piece
 
+_WIDEST = 16  # bytes of the widest dtype
 OWN_LOT = 1 << 20  # bytes; a run of this length or more is given back to the allocator by itself
 
 
@@ -32,21 +33,36 @@ class Lot:
         untaken: handles with bytes in it that have not handed their tensors over.
     """
 
-    __slots__ = ("memory", "nbytes", "shape", "untaken")
+    __slots__ = ("_typed", "memory", "nbytes", "shape", "untaken")
 
     def __init__(self) -> None:
         self.nbytes = 0
         self.memory: torch.Tensor | None = None
         self.shape: tuple[Sequence[int], Sequence[int], torch.dtype] | None = None
         self.untaken = 0
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
 
     def allocate(self, device: torch.device) -> None:
         """Take device memory."""
         if self.shape is None:
-            self.memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+            length = -(-self.nbytes // _WIDEST) * _WIDEST
+            self.memory = torch.empty(length, dtype=torch.uint8, device=device)
         else:
             size, stride, dtype = self.shape
             self.memory = torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def typed(self, dtype: torch.dtype) -> torch.Tensor:
+        """The allocation, which is one of bytes, as one of a dtype."""
+        whole = self._typed.get(dtype)
+        if whole is None:
+            assert self.memory is not None
+            whole = self._typed[dtype] = self.memory if dtype is torch.uint8 else self.memory.view(dtype)
+        return whole
+
+    def let_go(self) -> None:
+        """Hold the allocation no more."""
+        self.memory = None
+        self._typed.clear()
 
 
 class Hold:

@@ -44,17 +44,15 @@ class Strip(NamedTuple):
     stride: tuple[int, ...] | None
     pitch: int = 0
 
-    def views(self, memory: torch.Tensor | None, offset: int, device: torch.device) -> list[torch.Tensor]:
-        """The tensors over ``memory`` (uint8, a whole storage) from its byte ``offset`` on. ``None``: without elements."""
-        sizes = self.sizes()
-        if memory is None:
-            strides = [self.stride or _strides(size) for size in sizes]
-            pairs = zip(sizes, strides, strict=True)
-            return [torch.empty_strided(size, stride, dtype=self.dtype, device=device) for size, stride in pairs]
-        if self.stride is not None:
-            return [view_over(memory, offset, self.dtype, sizes[0], self.stride)]
-        size, stride = self._whole()
-        return self.cut(view_over(memory, offset, self.dtype, size, stride))
+    def views(self, whole: torch.Tensor, offset: int) -> list[torch.Tensor]:
+        """The tensors over ``whole``, which has their dtype and one dimension, from its byte ``offset`` on."""
+        size, stride = (self.dims, self.stride) if self.stride is not None else self._whole()
+        return self.cut(whole.as_strided(size, stride, offset // self.dtype.itemsize))
+
+    def without_elements(self, device: torch.device) -> list[torch.Tensor]:
+        """The tensors, which have no elements."""
+        pairs = [(size, self.stride or _strides(size)) for size in self.sizes()]
+        return [torch.empty_strided(size, stride, dtype=self.dtype, device=device) for size, stride in pairs]
 
     def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of ``whole``, which has the `shape`."""
@@ -226,25 +224,29 @@ def find_runs(strips: Sequence[Strip], *, across_storages: bool) -> Runs:
     covered, begin, end, read_to = 0, 0, -1, -1
     storages: frozenset[int] = frozenset()
     overlap = False
-    for index in sorted(range(len(strips)), key=lambda index: strips[index][:2]):
+    for index in sorted(range(len(strips)), key=[strip[:2] for strip in strips].__getitem__):
         strip = strips[index]
-        first, last = strip.begin, strip.end
+        first, last, storage_begin, keys = strip[:4]
         if first == last:
             continue
-        start = max(first - first % ALIGNMENT, strip.storage_begin)
-        near = end >= 0 and start < end + ALIGNMENT
-        same = not storages.isdisjoint(strip.storages)
-        if not (near and (same or (across_storages and strip.storage_begin % SEGMENT != 0))):
+        start = first - first % ALIGNMENT
+        if start < storage_begin:
+            start = storage_begin
+        joins = end >= 0 and start < end + ALIGNMENT
+        if joins and not (across_storages and storage_begin % SEGMENT):
+            joins = not storages.isdisjoint(keys)
+        if not joins:
             if end >= 0:
                 runs.append(Run(begin, end - begin))
             begin, end = start, last
         places[index] = (len(runs), first - begin)
-        storages = strip.storages
+        storages = keys
         if last > end:
             end = last
-        overlap = overlap or first < read_to
+        if first < read_to:
+            overlap = True
         if last > read_to:
-            covered += last - max(first, read_to) - strip.gaps()
+            covered += last - max(first, read_to) - (strip.gaps() if strip.pitch else 0)
             read_to = last
     if end >= 0:
         runs.append(Run(begin, end - begin))
@@ -258,11 +260,3 @@ def _covered(strips: Sequence[Strip]) -> int:
         total += max(0, end - max(begin, read_to))
         read_to = max(read_to, end)
     return total
-
-
-def view_over(
-    memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
-) -> torch.Tensor:
-    """A tensor over ``memory`` (uint8, one dimension, a whole storage) that begins at its byte ``offset``."""
-    view = torch.empty(0, dtype=dtype, device=memory.device)
-    return view.set_(memory.untyped_storage(), offset // dtype.itemsize, size, stride)

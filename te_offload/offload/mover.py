@@ -195,7 +195,7 @@ class Mover:
             cargo.lease.release(() if last is None else (last.ended,))
             cargo.lease = None
         for lot in cargo.lots:
-            lot.memory = None
+            lot.let_go()
         cargo.watch = None  # which refers to the cargo
         cargo.move(SlotState.RELEASED)
         if cargo.sources is None:

@@ -82,14 +82,14 @@ class Saved:
         entry: their slot.
     """
 
-    __slots__ = ("__weakref__", "_parts", "_taken", "_versions", "cargo", "entry", "hold", "tensors")
+    __slots__ = ("__weakref__", "_parts", "_taken", "_version", "cargo", "entry", "hold", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor], entry: SlotEntry) -> None:
         self.tensors: list[torch.Tensor] | None = tensors
         self.entry = entry
         self.cargo: Cargo | None = None
         self.hold: Hold | None = None
-        self._versions = versions_of(tensors)
+        self._version = version_of(tensors)
         self._parts: list[tuple[Strip, Lot | None, int]] = []
         self._taken = False
 
@@ -121,7 +121,7 @@ class Saved:
                 )
             visit.bring_back(cargo)
         if tensors is not None:
-            if versions_of(tensors) != self._versions:
+            if version_of(tensors) != self._version:
                 self._fail_modified()
             if cargo is not None and cargo.state is SlotState.LEAVING:
                 visit.recall(cargo)
@@ -138,7 +138,11 @@ class Saved:
     def _restore(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors over the memory that is back."""
         if len(self._parts) == 1:
-            return _views(*self._parts[0], device)
+            strip, lot, offset = self._parts[0]
+            if lot is not None and lot.shape is None and strip.stride is not None:
+                whole = lot.typed(strip.dtype)
+                return [whole.as_strided(strip.dims, strip.stride, offset // strip.dtype.itemsize)]
+            return _views(strip, lot, offset, device)
         tensors: dict[int, torch.Tensor] = {}
         for part in self._parts:
             tensors.update(zip(part[0].members, _views(*part, device), strict=True))
@@ -150,7 +154,7 @@ class Saved:
             if lot is not None:
                 lot.untaken -= 1
                 if lot.untaken == 0:
-                    lot.memory = None
+                    lot.let_go()
         cargo.untaken -= 1
         if cargo.untaken == 0:
             cargo.move(SlotState.ON_HOST)
@@ -198,7 +202,7 @@ class Saved:
     def let_go(self) -> bool:
         """The copy out is over: stop holding the tensors. Whether one was written to since it was saved."""
         tensors, self.tensors = self.tensors, None
-        return tensors is not None and versions_of(tensors) != self._versions
+        return tensors is not None and version_of(tensors) != self._version
 
     def _fail_modified(self) -> None:
         raise SavedTensorModifiedError(
@@ -208,10 +212,12 @@ class Saved:
 
 
 def _views(strip: Strip, lot: Lot | None, offset: int, device: torch.device) -> list[torch.Tensor]:
-    if lot is not None and lot.shape is not None:
+    if lot is None:
+        return strip.without_elements(device)
+    if lot.shape is not None:
         assert lot.memory is not None
         return strip.cut(lot.memory)
-    return strip.views(None if lot is None else lot.memory, offset, device)
+    return strip.views(lot.typed(strip.dtype), offset)
 
 
 class SavedWrapper:
@@ -239,16 +245,16 @@ def give_out(packed: Any) -> Any:
     return packed.take() if isinstance(packed, SavedWrapper) else packed
 
 
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The in-place versions of tensors; -1 for an inference tensor, which has none.
-
-    Tensors of one handle are parts of one tensor, which have one version, or buffers that nobody but their op knows.
+def version_of(tensors: Sequence[torch.Tensor]) -> int:
+    """The in-place version of tensors of one handle, which are parts of one tensor, or buffers that nobody but their op
+    knows: that of the first one; -1 for an inference tensor, which has none.
     """
-    tensors = tensors[:1]
     try:
-        return [tensor._version for tensor in tensors]
+        return tensors[0]._version
     except RuntimeError:
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+        if tensors[0].is_inference():
+            return -1
+        raise
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -259,5 +265,5 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_quantized
-        and tensor.device.type in ("cpu", "cuda")
+        and (tensor.is_cuda or tensor.is_cpu)
     )

@@ -52,17 +52,14 @@ def step(module: Any, splits: tuple[int, ...], fp8: bool, **arguments: Any) -> d
         return run(module, splits, hidden=HIDDEN, **arguments)
 
 
-def slot_bytes(
-    tokens: int, fp8: bool, path: str, hidden: int = HIDDEN, ffn: int = FFN, experts: int = EXPERTS
-) -> dict[str, int]:
+def slot_bytes(tokens: int, fp8: bool, hidden: int = HIDDEN, ffn: int = FFN) -> dict[str, int]:
     """Bytes of each slot by hand; act_input is bf16 in both formats.
 
-    FP8 inputs have a byte a number, and for each expert fp32 numbers: on the split path the inverse scale, on the
-    grouped path the inverse scale, the scale and the amax.
+    FP8 inputs have a byte a number; the few bytes of their scales stay on the device.
     """
-    width, scales = (1, (4 if path == "split" else 12) * experts) if fp8 else (2, 0)
+    width = 1 if fp8 else 2
     return {
-        "fc1_input": tokens * hidden * width + scales,
+        "fc1_input": tokens * hidden * width,
         "act_input": tokens * ffn * 2,
-        "fc2_input": tokens * ffn * width + scales,
+        "fc2_input": tokens * ffn * width,
     }

@@ -66,7 +66,7 @@ def test_offloading_changes_no_bit_and_moves_the_bytes_computed_by_hand(
                 found = step(model, splits, fp8)
             assert_same_bits(expected, found)
     record = session.records[-1]
-    by_hand = slot_bytes(sum(splits), fp8, path)
+    by_hand = slot_bytes(sum(splits), fp8)
     for row in record.slots:
         assert row.fate is Fate.OFFLOADED
         assert row.nbytes == by_hand[row.slot.value], row.name
@@ -85,7 +85,7 @@ def test_kept_slot_stays_and_the_others_go(monkeypatch: pytest.MonkeyPatch, path
     model = mlp(keep=[keep])
     with OffloadSession(model, min_bytes=0) as session, session.step():
         assert_same_bits(expected, step(model, splits, fp8))
-    by_hand = slot_bytes(sum(splits), fp8, path)
+    by_hand = slot_bytes(sum(splits), fp8)
     for row in session.records[-1].slots:
         kept = row.slot.value == keep
         assert (row.fate, row.reason) == ((Fate.KEPT, Reason.ASKED) if kept else (Fate.OFFLOADED, Reason.NONE))
@@ -153,7 +153,7 @@ def test_peak_memory_falls_by_the_planned_bytes_less_those_in_flight(
     without, _ = peak(None)
     _, recorded = peak(False)
     offloaded, record = peak(True)
-    planned = layers * sum(slot_bytes(sum(splits), fp8, path, 1024, 2048, 8).values())
+    planned = layers * sum(slot_bytes(sum(splits), fp8, 1024, 2048).values())
     assert recorded.peak_resident == planned
     assert is_about(record.bytes_out, planned, sum(row.tensors for row in record.slots))
     expected = planned - record.peak_resident  # what the record says was resident or in flight at the worst moment
@@ -238,7 +238,7 @@ def test_memory_brought_back_for_nobody_is_not_reused_too_early() -> None:
         model.zero_grad()
         found = step(model, SPLITS["ragged"], False)
     assert_same_bits(expected, found)
-    assert session.records[-1].bytes_back > sum(slot_bytes(512, False, "split").values())
+    assert session.records[-1].bytes_back > sum(slot_bytes(512, False).values())
 
 
 @PATHS
@@ -322,7 +322,7 @@ def test_marks_hold_in_transformer_engines_own_context(
         y = sync(y)
     offloaded = synchronizer.get_offloaded_total_size_mb() * 2**20
     y.sum().backward()
-    by_hand = slot_bytes(tokens, fp8, path, 1024, 2048, 4)
+    by_hand = slot_bytes(tokens, fp8, 1024, 2048)
     planned = sum(size for name, size in by_hand.items() if name not in keep)
     assert offloaded == pytest.approx(planned, abs=2048)  # it leaves scales, which are small tensors, where they are
 
@@ -344,7 +344,7 @@ def test_window_mixed_with_plain_te_ops_keeps_what_its_own_op_says(monkeypatch: 
     rows = session.records[-1].slots
     assert [(row.slot, row.reason) for row in rows if row.op] == [(SlotName.ACT_INPUT, Reason.ASKED)]
     gone = [row.nbytes for row in rows if row.fate is Fate.OFFLOADED]
-    by_hand = slot_bytes(512, False, path)
+    by_hand = slot_bytes(512, False)
     assert sum(gone) >= by_hand["fc1_input"] + by_hand["fc2_input"]
 
 
@@ -370,7 +370,7 @@ def test_plain_te_ops_in_the_same_context_offload_their_weight_copies() -> None:
         y = sync(y)
     offloaded = synchronizer.get_offloaded_total_size_mb() * 2**20
     y.backward(torch.ones_like(y))  # not y.sum(): its gradient is not contiguous, see the test below
-    by_hand = slot_bytes(8192, True, "split", 1024, 2048, 4)
+    by_hand = slot_bytes(8192, True, 1024, 2048)
     assert offloaded >= sum(by_hand.values()) + 2 * 4 * 1024 * 2048 - 4096
 
 
@@ -449,7 +449,7 @@ def test_many_steps_with_changing_splits_change_no_bit(monkeypatch: pytest.Monke
                 found = step(model, splits, False, seed=seed)
             assert_same_bits(expected, found)
             record = session.records[-1]
-            assert record.bytes_out == 4 * sum(slot_bytes(tokens, False, "split").values())
+            assert record.bytes_out == 4 * sum(slot_bytes(tokens, False).values())
             assert came_back_or_never_left(record)
             if seed == 0:
                 first, peak = record, record.host_peak
@@ -470,7 +470,7 @@ def test_host_memory_is_page_locked_and_exact() -> None:
         assert memory.is_pinned()
         lease.release()
         record = session.records[-1]
-        assert record.host_held == record.host_peak == sum(slot_bytes(512, False, "split").values())
+        assert record.host_held == record.host_peak == sum(slot_bytes(512, False).values())
 
 
 def test_slot_names_are_the_same_on_both_paths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_offload.offload.extents import ALIGNMENT, SEGMENT, Strip, find_runs, strips_of, view_over
+from te_offload.offload.extents import ALIGNMENT, SEGMENT, Strip, find_runs, strips_of
 
 
 def strip(begin: int, end: int, storage_begin: int, storage: int) -> Strip:
@@ -66,13 +66,14 @@ def test_no_run_spans_two_segments_of_the_allocator() -> None:
     assert len(find_runs([one, inside], across_storages=True).runs) == 1
 
 
-def test_view_over_new_memory_reads_the_same_numbers() -> None:
+def test_views_over_new_memory_read_the_same_numbers() -> None:
     base = torch.arange(3000, dtype=torch.float32)
     view = base[700:2500].view(60, 30).t()[3:, ::2]
     span = strips_of([view])[0]
     begin = span.begin - base.data_ptr()
     memory = base.view(torch.uint8)[begin : begin + span.end - span.begin].clone()
-    assert torch.equal(view_over(memory, 0, view.dtype, view.shape, view.stride()), view)
+    (found,) = span.views(memory.view(torch.float32), 0)
+    assert torch.equal(found, view) and found.stride() == view.stride()
 
 
 SHAPES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1, 4])), min_size=2, max_size=8)
@@ -94,8 +95,9 @@ def test_tensors_that_lie_side_by_side_come_back_from_their_strips_in_their_orde
     found: dict[int, torch.Tensor] = {}
     for each in strips:
         begin = each.begin - base.data_ptr()
-        memory = base[begin : each.end - base.data_ptr()].clone() if each in full else None
-        found.update(zip(each.members, each.views(memory, 0, base.device), strict=True))
+        memory = base[begin : each.end - base.data_ptr()].clone().view(dtype)
+        parts = each.views(memory, 0) if each in full else each.without_elements(base.device)
+        found.update(zip(each.members, parts, strict=True))
     assert sorted(found) == list(range(len(tensors)))
     for index, tensor in enumerate(tensors):
         assert found[index].shape == tensor.shape and found[index].dtype == dtype
@@ -133,7 +135,7 @@ def test_tensors_of_one_size_at_one_pitch_are_one_strip_and_come_back() -> None:
     assert find_runs(strips, across_storages=False).covered == sum(tensor.nbytes for tensor in tensors)
     for found in strips:
         begin = found.begin - base.data_ptr()
-        views = found.views(base[begin : found.end - base.data_ptr()].clone(), 0, base.device)
+        views = found.views(base[begin : found.end - base.data_ptr()].clone().view(found.dtype), 0)
         for member, view in zip(found.members, views, strict=True):
             assert torch.equal(view.view(torch.uint8), tensors[member].view(torch.uint8))
             assert view.shape == tensors[member].shape
