@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_offload.offload.extents import ALIGNMENT, Run
+from te_offload.offload.extents import ALIGNMENT, Run, Strip
 from te_offload.offload.states import SlotState, change
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Lot:
         untaken: handles with bytes in it that have not handed their tensors over.
     """
 
-    __slots__ = ("_typed", "memory", "nbytes", "shape", "untaken")
+    __slots__ = ("_cut", "_typed", "memory", "nbytes", "shape", "untaken")
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -41,6 +41,7 @@ class Lot:
         self.shape: tuple[Sequence[int], Sequence[int], torch.dtype] | None = None
         self.untaken = 0
         self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self._cut: dict[int, Sequence[torch.Tensor]] = {}  # by the strip, which handles hold
 
     def allocate(self, device: torch.device) -> None:
         """Take device memory."""
@@ -51,18 +52,27 @@ class Lot:
             size, stride, dtype = self.shape
             self.memory = torch.empty_strided(size, stride, dtype=dtype, device=device)
 
-    def typed(self, dtype: torch.dtype) -> torch.Tensor:
-        """The allocation, which is one of bytes, as one of a dtype."""
-        whole = self._typed.get(dtype)
-        if whole is None:
-            assert self.memory is not None
-            whole = self._typed[dtype] = self.memory if dtype is torch.uint8 else self.memory.view(dtype)
-        return whole
+    def tensors(self, strip: Strip, offset: int) -> Sequence[torch.Tensor]:
+        """The tensors of a strip that begins at a byte of the allocation, in the strip's order."""
+        memory = self.memory
+        assert memory is not None
+        if self.shape is not None:
+            return strip.cut(memory)
+        tensors = self._cut.get(id(strip))
+        if tensors is None:
+            whole = self._typed.get(strip.dtype)
+            if whole is None:
+                whole = self._typed[strip.dtype] = memory.view(strip.dtype)
+            tensors = strip.views(whole, offset)
+            if len(tensors) > 1:  # several handles may ask
+                self._cut[id(strip)] = tensors
+        return tensors
 
     def let_go(self) -> None:
         """Hold the allocation no more."""
         self.memory = None
-        self._typed.clear()
+        if self._typed:
+            self._typed, self._cut = {}, {}
 
 
 class Hold:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,22 +46,25 @@ class Load:
     """One slot while it is decided on; then what of it goes.
 
     Attributes:
-        entry: the slot. others: small slots that go with it. tensors: those of its live handles, dense ones if it may go.
+        entry: the slot. others: small slots that go with it.
         handles: its live handles; of a slot that goes, those whose bytes go with it, also from other slots.
-        strips: of each handle, runs: of all strips, where they were needed.
+        tensors: of the handles, one handle's behind the other's; dense ones if the slot may go.
+        strips: of the tensors, runs: of all strips, where they were needed.
+        bases: for each strip what to add to its members to get numbers of tensors.
         cargo: carries the bytes, if the slot goes and has any of its own.
     """
 
-    __slots__ = ("_storages", "cargo", "entry", "handles", "others", "runs", "strips", "tensors")
+    __slots__ = ("_storages", "bases", "cargo", "entry", "handles", "others", "runs", "strips", "tensors")
 
-    def __init__(self, entry: SlotEntry) -> None:
+    def __init__(self, entry: SlotEntry, handles: list[Saved]) -> None:
         self.entry = entry
-        self.handles = handles = entry.live_handles()
+        self.handles = handles
         if len(handles) == 1:
             self.tensors = handles[0].held
         else:
             self.tensors = [tensor for handle in handles for tensor in handle.held]
-        self.strips: list[list[Strip]] = []
+        self.strips: list[Strip] = []
+        self.bases: list[int] = []
         self.runs: Runs | None = None
         self.cargo: Cargo | None = None
         self.others: Sequence[Load] = ()
@@ -72,10 +74,10 @@ class Load:
     def storages(self) -> frozenset[int]:
         """Identities of the storages of its dense tensors."""
         if self._storages is None:
-            if len(self.strips) == 1 and len(self.strips[0]) == 1:
-                self._storages = self.strips[0][0].storages
+            if len(self.strips) == 1:
+                self._storages = self.strips[0].storages
             elif self.strips:
-                self._storages = frozenset().union(*(strip.storages for strips in self.strips for strip in strips))
+                self._storages = frozenset().union(*[strip.storages for strip in self.strips])
             else:
                 self._storages = frozenset([storage_key(tensor) for tensor in self.tensors if is_plain(tensor)])
         return self._storages
@@ -83,9 +85,9 @@ class Load:
     def measure(self, device: torch.device) -> Runs:
         """Find strips and runs of its tensors, which are dense."""
         if self.runs is None:
-            self.strips = [strips_of(handle.held) for handle in self.handles]
-            strips = self.strips[0] if len(self.strips) == 1 else list(chain.from_iterable(self.strips))
-            self.runs = find_runs(strips, across_storages=device.type == "cuda")
+            self.strips = strips_of(self.tensors)
+            self.bases = [0] * len(self.strips)
+            self.runs = find_runs(self.strips, across_storages=device.type == "cuda")
         return self.runs
 
     def make_cargo(self, device: torch.device) -> None:
@@ -102,20 +104,24 @@ class Load:
 
     def put_on(self) -> list[Saved]:
         """Let the handles go with the cargo; those that do. The others have no elements."""
-        assert self.runs is not None and self.cargo is not None
-        if len(self.runs.places) == 1:
-            handle = self.handles[0]
-            if handle.go_with(self.cargo, [(self.strips[0][0], self.runs.places[0])], alone=True):
-                return self.handles
-            handle.let_go()
+        cargo, handles = self.cargo, self.handles
+        assert self.runs is not None and cargo is not None
+        places = self.runs.places
+        if len(handles) == 1:
+            if handles[0].go_with(cargo, list(zip(self.strips, places, strict=True))):
+                return handles
+            handles[0].let_go()
             return []
-        places = iter(self.runs.places)
-        going = []
-        for handle, strips in zip(self.handles, self.strips, strict=True):
-            if handle.go_with(self.cargo, [(strip, next(places)) for strip in strips], alone=False):
-                going.append(handle)
-            else:
-                handle.let_go()  # it would hold a storage for nothing
+        owners = [(handle, index) for handle in handles for index in range(len(handle.held))]
+        for strip, base, place in zip(self.strips, self.bases, places, strict=True):
+            for position, member in enumerate(strip.members):
+                handle, index = owners[base + member]
+                handle.add_part(cargo, strip, place, position, index)
+        going = [handle for handle in handles if handle.cargo is not None]
+        if len(going) != len(handles):
+            for handle in handles:
+                if handle.cargo is None:
+                    handle.let_go()  # it would hold a storage for nothing
         return going
 
 
@@ -160,7 +166,7 @@ def decide(
 
 
 def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
-    load = Load(entry)
+    load = Load(entry, entry.live_handles())
     tensors = load.tensors
     if not tensors:
         if entry.reason is Reason.NONE:  # saved, but not here; or not needed any more
@@ -244,11 +250,14 @@ def _together(loads: list[Load], below: int, device: torch.device) -> list[Load]
     small = [load for load in loads if load.entry.nbytes < below]
     if len(small) < 2:
         return loads
-    first = Load(small[0].entry)
+    first = Load(small[0].entry, [handle for load in small for handle in load.handles])
     first.others = small[1:]
-    first.handles = [handle for load in small for handle in load.handles]
-    first.strips = [strips for load in small for strips in load.strips]
-    first.runs = find_runs(list(chain.from_iterable(first.strips)), across_storages=device.type == "cuda")
+    base = 0
+    for load in small:
+        first.strips += load.strips
+        first.bases += [base] * len(load.strips)
+        base += len(load.tensors)
+    first.runs = find_runs(first.strips, across_storages=device.type == "cuda")
     return [first, *(load for load in loads if load.entry.nbytes >= below)]
 
 
@@ -259,24 +268,25 @@ def _divide(loads: list[Load], device: torch.device) -> list[Load]:
         load.measure(device)
         for storage in load.storages:
             owners.setdefault(storage, load)
-    pairs = [(load, *pair) for load in loads for pair in zip(load.handles, load.strips, strict=True)]
+    pairs = [(handle, _storages_of(handle)) for load in loads for handle in load.handles]
     divided = []
     for load in loads:
         load.entry.cargo, load.entry.bytes_out = None, 0
-        mine = [(handle, strips) for _, handle, strips in pairs if _first_owner(strips, loads, owners) is load]
+        mine = [handle for handle, storages in pairs if _first_owner(storages, loads, owners) is load]
         if mine:
-            part = Load(load.entry)
-            part.handles, part.strips = [handle for handle, _ in mine], [strips for _, strips in mine]
-            strips = list(chain.from_iterable(part.strips))
-            part.runs = find_runs(strips, across_storages=device.type == "cuda")
+            part = Load(load.entry, mine)
             part.make_cargo(device)
             divided.append(part)
     return divided
 
 
-def _first_owner(strips: list[Strip], loads: list[Load], owners: dict[int, Load]) -> Load:
-    """The first slot that holds memory of some strips: all of them go with it."""
-    found = {id(owners[storage]) for strip in strips for storage in strip.storages}
+def _storages_of(handle: Saved) -> set[int]:
+    return {storage_key(tensor) for tensor in handle.held}
+
+
+def _first_owner(storages: set[int], loads: list[Load], owners: dict[int, Load]) -> Load:
+    """The first slot that holds one of some storages: all of them go with it."""
+    found = {id(owners[storage]) for storage in storages}
     return next(load for load in loads if id(load) in found)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -74,6 +74,28 @@ class SlotEntry:
         return [handle for handle in handles if handle is not None and handle.tensors is not None]
 
 
+class _Part(NamedTuple):
+    """A strip with tensors of a handle, when it is back.
+
+    Attributes:
+        strip: which. lot: where it is; ``None``: it has no elements. offset: its first byte there.
+        position: of the handle's one tensor in the strip; ``None``: all of the strip is the handle's, and its members are
+            numbers of the handle's tensors.
+        number: of that one tensor among the handle's.
+    """
+
+    strip: Strip
+    lot: Lot | None
+    offset: int
+    position: int | None
+    number: int
+
+    def tensors(self, device: torch.device) -> Sequence[torch.Tensor]:
+        """The strip's tensors, in its own order."""
+        lot = self.lot
+        return self.strip.without_elements(device) if lot is None else lot.tensors(self.strip, self.offset)
+
+
 class Saved:
     """Plain saved tensors, on the device or moved: one that came through the pack hook, or all of a slot.
 
@@ -90,7 +112,7 @@ class Saved:
         self.cargo: Cargo | None = None
         self.hold: Hold | None = None
         self._version = version_of(tensors)
-        self._parts: list[tuple[Strip, Lot | None, int]] = []
+        self._parts: list[_Part] = []
         self._taken = False
 
     def take(self) -> list[torch.Tensor]:
@@ -137,20 +159,21 @@ class Saved:
 
     def _restore(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors over the memory that is back."""
-        if len(self._parts) == 1:
-            strip, lot, offset = self._parts[0]
-            if lot is not None and lot.shape is None and strip.stride is not None:
-                whole = lot.typed(strip.dtype)
-                return [whole.as_strided(strip.dims, strip.stride, offset // strip.dtype.itemsize)]
-            return _views(strip, lot, offset, device)
+        parts = self._parts
+        if len(parts) == 1 and parts[0].position is not None:
+            return [parts[0].tensors(device)[parts[0].position]]
         tensors: dict[int, torch.Tensor] = {}
-        for part in self._parts:
-            tensors.update(zip(part[0].members, _views(*part, device), strict=True))
+        for part in parts:
+            if part.position is None:
+                tensors.update(zip(part.strip.members, part.tensors(device), strict=True))
+            else:
+                tensors[part.number] = part.tensors(device)[part.position]
         return [tensors[index] for index in range(len(tensors))]
 
     def _hand_over(self, cargo: Cargo) -> None:
         """With a lot's last tensor only those that were given out hold its memory."""
-        for _, lot, _ in self._parts:
+        for part in self._parts:
+            lot = part.lot
             if lot is not None:
                 lot.untaken -= 1
                 if lot.untaken == 0:
@@ -170,33 +193,38 @@ class Saved:
         assert self.tensors is not None
         return self.tensors
 
-    def go_with(self, cargo: Cargo, parts: Sequence[tuple[Strip, tuple[int, int] | None]], *, alone: bool) -> bool:
+    def go_with(self, cargo: Cargo, parts: Sequence[tuple[Strip, tuple[int, int] | None]]) -> bool:
         """From now on the bytes are also in the cargo's runs, at the places of the strips; whether there are any.
 
         Args:
-            cargo: which. parts: strips and places. alone: the cargo has one part, and it is this handle's.
+            cargo: which. parts: strips of its tensors alone, and their places.
         """
-        self._parts = []
         for strip, place in parts:
-            if place is None:
-                self._parts.append((strip, None, 0))
-                continue
-            lot, begin = cargo.places[place[0]]
-            lot.untaken += 1
-            begin += place[1]
-            self._parts.append((strip, lot, begin))
-            self.cargo = cargo
-        if self.cargo is not None:
-            cargo.untaken += 1
-            if alone:
-                strip, own, begin = self._parts[0]
-                if own is not None and begin == 0 and strip.end - strip.begin == own.nbytes:
-                    own.shape = strip.shape()
+            self.add_part(cargo, strip, place, 0 if len(strip.members) == 1 and len(parts) == 1 else None, 0)
+        if len(self._parts) == 1:
+            part = self._parts[0]
+            lot = part.lot
+            if lot is not None and part.offset == 0 and part.strip.end - part.strip.begin == lot.nbytes:
+                lot.shape = part.strip.shape()
         return self.cargo is not None
 
+    def add_part(
+        self, cargo: Cargo, strip: Strip, place: tuple[int, int] | None, position: int | None, number: int
+    ) -> None:
+        """The same for one strip, of which only the tensor at a position may be of this handle."""
+        if place is None:
+            self._parts.append(_Part(strip, None, 0, position, number))
+            return
+        lot, begin = cargo.places[place[0]]
+        lot.untaken += 1
+        if self.cargo is None:
+            self.cargo = cargo
+            cargo.untaken += 1
+        self._parts.append(_Part(strip, lot, begin + place[1], position, number))
+
     def reads(self, lot: Lot, offset: int) -> bool:
-        """Whether a byte of a lot is of these tensors."""
-        parts = ((strip, begin) for strip, own, begin in self._parts if own is lot)
+        """Whether a byte of a lot is of these tensors, or of a strip with one of them."""
+        parts = ((part.strip, part.offset) for part in self._parts if part.lot is lot)
         return any(begin <= offset < begin + strip.end - strip.begin for strip, begin in parts)
 
     def let_go(self) -> bool:
@@ -209,15 +237,6 @@ class Saved:
             f"{self.entry.name}: a saved tensor was written to in place after the forward had saved it, so its "
             "gradient would be wrong. Write to a clone instead."
         )
-
-
-def _views(strip: Strip, lot: Lot | None, offset: int, device: torch.device) -> list[torch.Tensor]:
-    if lot is None:
-        return strip.without_elements(device)
-    if lot.shape is not None:
-        assert lot.memory is not None
-        return strip.cut(lot.memory)
-    return strip.views(lot.typed(strip.dtype), offset)
 
 
 class SavedWrapper:
