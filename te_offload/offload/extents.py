@@ -126,18 +126,18 @@ def strips_of(tensors: Sequence[torch.Tensor]) -> list[Strip]:
     if len(tensors) == 1:
         return [_strip(0, tensors[0])]
     begins = [tensor.data_ptr() for tensor in tensors]
-    lengths = [tensor.nbytes for tensor in tensors]
     storages = [tensor.untyped_storage() for tensor in tensors]
+    shapes = [tensor.shape for tensor in tensors]
     strips: list[Strip] = []
     members: list[int] = []
-    pitch, end, storage, first = 0, -1, -1, tensors[0]
+    pitch, end, storage, first, shape = 0, -1, -1, tensors[0], shapes[0]
 
     def finish() -> None:
         if len(members) == 1:
             strips.append(_strip(members[0], tensors[members[0]]))
         elif members:
             keys = frozenset([storages[member]._cdata for member in members])
-            dims = [length for member in members for length in tensors[member].shape]
+            dims = [length for member in members for length in shapes[member]]
             begin = storages[members[0]].data_ptr()
             strips.append(
                 Strip(begins[members[0]], end, begin, keys, members, first.dtype, first.ndim, dims, None, pitch)
@@ -145,19 +145,29 @@ def strips_of(tensors: Sequence[torch.Tensor]) -> list[Strip]:
 
     for index in sorted(range(len(tensors)), key=begins.__getitem__):
         tensor, begin, key = tensors[index], begins[index], storages[index]._cdata
+        gap = begin - end
         joins = False
-        if members and tensor.dtype is first.dtype and tensor.is_contiguous() and tensor.ndim == first.ndim:
-            joins = begin == end and not pitch
-            if not joins and 0 < begin - end < ALIGNMENT and tensor.shape == first.shape:
+        if members and 0 <= gap < ALIGNMENT:
+            if not gap:
+                joins = not pitch and len(shapes[index]) == len(shape) > 0
+            elif shapes[index] == shape and len(shape) > 0:
                 step = begin - begins[members[-1]]
                 joins = step == pitch or (len(members) == 1 and step % first.dtype.itemsize == 0)
-                pitch = step if joins else pitch
-        if joins and (key == storage or storages[index].data_ptr() % SEGMENT) and first.is_contiguous() and first.ndim:
+            joins = (
+                joins
+                and tensor.dtype is first.dtype
+                and tensor.is_contiguous()
+                and (len(members) > 1 or first.is_contiguous())
+                and (key == storage or storages[index].data_ptr() % SEGMENT != 0)
+            )
+        if joins:
+            if gap:
+                pitch = begin - begins[members[-1]]
             members.append(index)
         else:
             finish()
-            members, pitch, first = [index], 0, tensor
-        end, storage = begin + lengths[index], key
+            members, pitch, first, shape = [index], 0, tensor, shapes[index]
+        end, storage = begin + tensor.nbytes, key
     finish()
     return strips
 
