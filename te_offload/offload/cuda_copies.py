@@ -70,6 +70,11 @@ class Copier:
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
                 self._start(pieces, stream)
+        elif len(pieces) == 1:
+            source, target, nbytes = pieces[0]
+            error = self._single(target, source, nbytes, _DEFAULT_KIND, stream)
+            if error:
+                self._check(error, 1, nbytes)
         else:
             self._start(pieces, stream)
 

@@ -199,19 +199,19 @@ def _are_plain(load: Load) -> bool:
 def _reason_to_stay(
     entry: SlotEntry, tensors: list[torch.Tensor], plain: bool, rules: Rules, device: torch.device
 ) -> Reason:
-    if entry.once and len(entry.handles) == 1:
-        tensors = tensors[:1]  # all were made in one call: they are on one device, and nobody could mark them
+    first = tensors[0]
+    alike = entry.once and len(entry.handles) == 1  # made in one call: on one device, and nobody could mark them
     if not rules.enabled:
         return Reason.DISABLED
     if entry.visit.keep is not Reason.NONE:
         return entry.visit.keep
     if entry.keep:
         return Reason.ASKED
-    if entry.reason is Reason.MARKED or te_adapter.any_marked_not_offload(tensors):
+    if entry.reason is Reason.MARKED or te_adapter.any_marked_not_offload(tensors[:1] if alike else tensors):
         return Reason.MARKED
     if not plain:
         return Reason.NOT_PLAIN
-    if any(tensor.device != device for tensor in tensors):
+    if first.device != device or (not alike and any(tensor.device != device for tensor in tensors)):
         return Reason.OTHER_DEVICE
     if entry.nbytes < rules.min_bytes:
         return Reason.TOO_SMALL

@@ -104,6 +104,7 @@ class HostPool:
         allocations: how often memory was taken from the system.
         may_grow: whether memory may be taken from the system when a lease needs it.
         failure: why the system refused memory, if it did; the pool does not ask again.
+        last_read: the end of the last copy back, which comes after all others; the memory goes after it.
     """
 
     def __init__(self, limit: int | None, *, pinned: bool, node: int | None = None) -> None:
@@ -115,6 +116,7 @@ class HostPool:
         self.allocations = 0
         self.may_grow = True
         self.failure: str | None = None
+        self.last_read: Mark | None = None
         self._slabs: list[_Slab] = []
         self._arena = Arena()
 
@@ -201,8 +203,9 @@ class HostPool:
         """
         if self.live_bytes:
             raise StateError(f"Host pool: {format_bytes(self.live_bytes)} are on loan; release them before closing.")
-        for mark in self._arena.pending():
+        for mark in (*self._arena.pending(), *((self.last_read,) if self.last_read is not None else ())):
             mark.wait()
+        self.last_read = None
         for slab in self._slabs:
             slab.close()
         self._slabs = []

@@ -191,8 +191,11 @@ class Mover:
             self.transfer.block_compute(cargo.back.ended)  # nobody will read it, but its memory is being written
             cargo.move(SlotState.RETURNED)
         if cargo.lease is not None:
-            last = cargo.back or cargo.out  # a copy back comes after its copy out
-            cargo.lease.release(() if last is None else (last.ended,))
+            if cargo.back is not None:  # the compute stream has waited for it, and the lease's next user waits for that
+                self.pool.last_read = cargo.back.ended
+                cargo.lease.release()
+            else:
+                cargo.lease.release(() if cargo.out is None else (cargo.out.ended,))
             cargo.lease = None
         for lot in cargo.lots:
             lot.let_go()
@@ -201,6 +204,14 @@ class Mover:
         if cargo.sources is None:
             self.finish_use()
             self._in_use = cargo
+        if self._leaving:
+            self._settle_read()
+
+    def _settle_read(self) -> None:
+        """Let go of what was recalled and read by now and whose copy out is over."""
+        for cargo in [cargo for cargo in self._leaving if cargo.state is SlotState.RELEASED]:
+            if cargo.out is not None and cargo.out.ended.is_over():
+                self.let_go(cargo)
 
     def finish_use(self) -> None:
         """The op that was given a cargo last is over: it counts no more."""

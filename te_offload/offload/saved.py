@@ -160,8 +160,12 @@ class Saved:
     def _restore(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors over the memory that is back."""
         parts = self._parts
-        if len(parts) == 1 and parts[0].position is not None:
-            return [parts[0].tensors(device)[parts[0].position]]
+        if len(parts) == 1:
+            strip, lot, _, position, _ = parts[0]
+            if position is not None:
+                if lot is not None and lot.shape is not None and lot.memory is not None and strip.stride is not None:
+                    return [lot.memory]
+                return [parts[0].tensors(device)[position]]
         tensors: dict[int, torch.Tensor] = {}
         for part in parts:
             if part.position is None:
