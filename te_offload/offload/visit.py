@@ -183,8 +183,10 @@ class LayerVisit(SlotObserver):
         """The region ends."""
         self._regions.remove(region)
         entry = self._by_region.get(region.name)
-        if entry is not None and self._stays is Reason.NONE:
-            entry.ready = self._engine.mover.transfer.mark()
+        if entry is not None and self._stays is Reason.NONE and not entry.keep:
+            tensors = [tensor for handle in entry.live_handles() for tensor in handle.held]
+            alone = sum([tensor.nbytes for tensor in tensors]) >= self._engine.rules.together
+            entry.ready = self._engine.mover.transfer.mark() if alone else None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: a handle, or the tensor itself where it must not be touched."""
