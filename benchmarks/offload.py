@@ -12,7 +12,7 @@ each backward after its slots; out in the order of production, back in the order
 What has not left the device when its backward comes may be read where it is; the floor moves it all the same.
 
 Peak memory is torch's over one step, less what was there before it. `terms` is computed window by window (a layer's
-forward, a layer's backward): what the layer needs beside saved tensors, as measured with a session that offloads nothing,
+forward, an op's backward): what it needs beside saved tensors, as measured with a session that offloads nothing,
 plus the saved tensors that the record of this very step says were on the device at the worst moment of the window (kept,
 in flight, back ahead of the backward, and in use); the worst window counts.
 """
@@ -154,8 +154,7 @@ def resident(record: StepRecord) -> list[int]:
     """Most bytes of saved tensors on the device in each window of a step, as `Variant.peak_bytes` divides it."""
     windows = [[0]]
     for moment in record.residency:
-        read = moment.label.endswith(" read")
-        if read:
+        if moment.label == "taken":
             windows.append([])
         windows[-1].append(moment.nbytes)
         if moment.label.endswith(" saved"):

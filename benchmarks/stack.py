@@ -65,9 +65,7 @@ class Stack(torch.nn.Module):
             for _ in range(shape.layers)
         )
         self.wrap: Wrap = lambda layer, run, x: run(x)
-        self.border: Callable[[], None] | None = (
-            None  # called after each layer's forward, and before each one's backward
-        )
+        self.border: Callable[[], None] | None = None  # called after each layer's forward
 
     def share(self, first: Stack | None) -> None:
         """Use the weights and `main_grad` buffers of the first stack, so that many variants fit on one card."""
@@ -86,10 +84,8 @@ class Stack(torch.nn.Module):
         return x
 
     def _bordered(self, y: torch.Tensor) -> torch.Tensor:
-        border = self.border
-        if border is not None:
-            border()
-            y.register_hook(lambda grad: border())
+        if self.border is not None:
+            self.border()
         return y
 
 
@@ -235,7 +231,7 @@ class Variant:
 
     def peak_bytes(self) -> list[int]:
         """Torch's peaks over one step, less what was there before it: in each layer's forward, from the last forward to the
-        first backward, and in each backward.
+        first op's backward, and in each op's backward.
         """
         peaks: list[int] = []
         self.inputs[0].grad = None
@@ -246,9 +242,21 @@ class Variant:
             peaks.append(torch.cuda.max_memory_allocated() - before)
             torch.cuda.reset_peak_memory_stats()
 
+        def bordered(backward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                border()
+                return backward(*args, **kwargs)
+
+            return run
+
         torch.cuda.reset_peak_memory_stats()
         self.model.border = border
+        ops: list[Any] = [op for layer in self.model.layers for op in layer]  # type: ignore[attr-defined]
+        for op in ops:
+            op.fuser_backward = bordered(op.fuser_backward)
         self.step()
+        for op in ops:
+            del op.fuser_backward
         self.model.border = None
         border()
         torch.cuda.synchronize()

@@ -202,7 +202,7 @@ class Mover:
         cargo.watch = None  # which refers to the cargo
         cargo.move(SlotState.RELEASED)
         if cargo.sources is None:
-            self.finish_use()
+            self.finish_use()  # of two that are given out to one op
             self._in_use = cargo
         if self._leaving:
             self._settle_read()
@@ -212,6 +212,11 @@ class Mover:
         for cargo in [cargo for cargo in self._leaving if cargo.state is SlotState.RELEASED]:
             if cargo.out is not None and cargo.out.ended.is_over():
                 self.let_go(cargo)
+
+    def begin_use(self) -> None:
+        """A slot is being given out."""
+        self.finish_use()
+        self.note("taken")
 
     def finish_use(self) -> None:
         """The op that was given a cargo last is over: it counts no more."""

@@ -66,10 +66,8 @@ class Returns:
 
     def read(self, visit: LayerVisit) -> None:
         """The backward reads the first tensor of a forward: bring all of it back, then what comes after it."""
-        self._mover.finish_use()
         if not self.reads:
             self._mover.note(BACKWARD_BEGINS)
-        self._mover.note(f"{visit.layer} read")
         self.reads.append(visit)
         self._mover.settle_recalled()
         free = self._mover.transfer.mark()

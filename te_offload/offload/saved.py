@@ -132,6 +132,8 @@ class Saved:
                 "Transformer Engine frees what it saved. Run the forward again instead of retain_graph=True."
             )
         visit = entry.visit
+        if first:
+            visit.begin_use()
         if not visit.read:
             visit.first_read()
         tensors = self.tensors

@@ -374,6 +374,10 @@ class LayerVisit(SlotObserver):
         self.read = True
         self._engine.returns.read(self)
 
+    def begin_use(self) -> None:
+        """One of its slots is being given out."""
+        self._engine.mover.begin_use()
+
     def bring_back(self, cargo: Cargo) -> None:
         """Make a cargo's bytes ready for work queued from now on.
 
