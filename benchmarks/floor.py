@@ -7,8 +7,6 @@ copies alone. Does not: know how a session schedules.
 from __future__ import annotations
 
 import contextlib
-import gc
-import statistics
 import time
 
 import torch
@@ -24,35 +22,35 @@ from te_offload.offload.transfer import make_transfer
 from te_offload.slots import Fate
 
 
-def time_layers(model: Stack, inputs: tuple[torch.Tensor, ...], shape: Shape) -> tuple[tuple[float, float], Link]:
-    """A layer's share of a forward and of a backward of the whole stack without offloading, and the link's rates.
+def time_layers(model: Stack, inputs: tuple[torch.Tensor, ...], shape: Shape) -> tuple[float, float]:
+    """A layer's share of one forward and of one backward of the whole stack without offloading, in milliseconds.
 
-    The stack is timed, not a single layer: a layer alone would not let the host run ahead as it does in a step.
+    The stack is timed, not a single layer: a layer alone would not let the host run ahead as it does in a step. Called in
+    every round, between the ways, so that the floor meets the same host as they do.
     """
     x, splits, scales, dy = inputs
-    forward, backward = [], []
-    gc.collect()
-    gc.disable()
-    for _ in range(20):
-        x.grad = None
-        recipe = te.autocast(enabled=True, recipe=Float8CurrentScaling()) if shape.fp8 else contextlib.nullcontext()
+    x.grad = None
+    recipe = te.autocast(enabled=True, recipe=Float8CurrentScaling()) if shape.fp8 else contextlib.nullcontext()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with recipe:
+        y = model(x, splits, scales)
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        with recipe:
-            y = model(x, splits, scales)
-            torch.cuda.synchronize()
-            middle = time.perf_counter()
-            y.backward(dy)
-        torch.cuda.synchronize()
-        forward.append(1e3 * (middle - start))
-        backward.append(1e3 * (time.perf_counter() - middle))
-    gc.enable()
+        middle = time.perf_counter()
+        y.backward(dy)
+    torch.cuda.synchronize()
+    forward, backward = middle - start, time.perf_counter() - middle
+    return 1e3 * forward / shape.layers, 1e3 * backward / shape.layers
+
+
+def time_link() -> Link:
+    """The link's rates."""
     device = torch.device("cuda", torch.cuda.current_device())
     pool = HostPool(None, pinned=True)
     pool.reserve(256 << 20)
     link = probe_link(device, make_transfer(device), pool, 128 << 20)
     pool.close()
-    return (statistics.median(forward) / shape.layers, statistics.median(backward) / shape.layers), link
+    return link
 
 
 def floor_ms(record: StepRecord, layer_ms: tuple[float, float], link: Link) -> float:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.floor import floor_ms, time_layers
+from benchmarks.floor import floor_ms, time_layers, time_link
 from benchmarks.stack import Shape, Variant, Way, make_inputs
 from te_offload import StepRecord
 from te_offload.offload.engine import TIMED_EVERY
@@ -93,6 +93,7 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
             rows[-1]["terms_bytes"] = terms(looked, beside)
         variants.append(variant)
     del reference, grads
+    alone: list[tuple[float, float]] = []
     gc.collect()
     gc.disable()  # as Megatron-LM (--manual-gc) and torchtitan train: garbage is collected between steps
     for number in range(rounds):
@@ -100,6 +101,8 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
         variants[0].step()  # else the round's first way pays for what the collector has thrown out of the caches
         pairs = list(zip(variants, rows, strict=True))
         for variant, row in pairs if number % 2 == 0 else reversed(pairs):
+            if variant is variants[2]:
+                alone.append(time_layers(variants[1].model, inputs, shape))
             torch.cuda.synchronize()
             start = time.perf_counter()
             variant.step()
@@ -108,7 +111,8 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
             if variant.session is not None:
                 row.setdefault("timed", []).append(variant.was_timed())
     gc.enable()
-    times, link = time_layers(variants[1].model, inputs, shape)
+    times = statistics.median(forward for forward, _ in alone), statistics.median(backward for _, backward in alone)
+    link = time_link()
     for variant, row in zip(variants, rows, strict=True):
         if variant.session is None:
             continue

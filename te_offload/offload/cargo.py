@@ -93,11 +93,13 @@ class Cargo:
         sources: the saved tensors while the copy out may read them. modified: one of them was written to before that.
         ready: the mark after which the bytes are there to be copied.
         asked: the backward asked for the bytes after they had left.
+        left: the copy out was seen to be over.
         recalled: the backward read the bytes before they had left the device.
         needed: the moment at which the backward needed them, before it waited, if that is timed.
     """
 
     modified = False
+    left = False
     asked = False
     recalled = False
     counted = False

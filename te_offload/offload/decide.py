@@ -17,7 +17,7 @@ import torch
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.extents import Runs, Strip, find_runs, storage_key, strips_of
 from te_offload.offload.host_pool import HostPool
-from te_offload.offload.saved import Saved, SlotEntry, is_plain
+from te_offload.offload.saved import Part, Saved, SlotEntry, is_plain
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason
 
@@ -106,17 +106,23 @@ class Load:
         """Let the handles go with the cargo; those that do. The others have no elements."""
         cargo, handles = self.cargo, self.handles
         assert self.runs is not None and cargo is not None
-        places = self.runs.places
+        parts = []
+        for strip, place in zip(self.strips, self.runs.places, strict=True):
+            if place is None:
+                parts.append(Part(strip, None, 0))
+            else:
+                lot, begin = cargo.places[place[0]]
+                parts.append(Part(strip, lot, begin + place[1]))
         if len(handles) == 1:
-            if handles[0].go_with(cargo, list(zip(self.strips, places, strict=True))):
+            if handles[0].go_with(cargo, parts):
                 return handles
             handles[0].let_go()
             return []
         owners = [(handle, index) for handle in handles for index in range(len(handle.held))]
-        for strip, base, place in zip(self.strips, self.bases, places, strict=True):
-            for position, member in enumerate(strip.members):
-                handle, index = owners[base + member]
-                handle.add_part(cargo, strip, place, position, index)
+        for part, base in zip(parts, self.bases, strict=True):
+            for position, member in enumerate(part.strip.members):
+                handle, number = owners[base + member]
+                handle.add_part(cargo, part, position, number)
         going = [handle for handle in handles if handle.cargo is not None]
         if len(going) != len(handles):
             for handle in handles:

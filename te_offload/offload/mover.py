@@ -91,7 +91,8 @@ class Mover:
         while self._leaving:
             cargo = self._leaving[0]
             assert cargo.out is not None
-            if not cargo.out.ended.is_over():
+            cargo.left = cargo.out.ended.is_over()
+            if not cargo.left:
                 if self.in_flight <= self.max_in_flight or len(self._leaving) == 1:
                     break
                 if self.transfer.timed:
@@ -150,7 +151,8 @@ class Mover:
         if self._ranges:
             torch.cuda.nvtx.range_push(f"{cargo.name} back")
         try:
-            cargo.back = self.transfer.copy_back(cargo.pieces_back(), (free, cargo.out.ended))
+            after = (free,) if cargo.left else (free, cargo.out.ended)
+            cargo.back = self.transfer.copy_back(cargo.pieces_back(), after)
         finally:
             if self._ranges:
                 torch.cuda.nvtx.range_pop()
@@ -215,8 +217,11 @@ class Mover:
 
     def begin_use(self) -> None:
         """A slot is being given out."""
-        self.finish_use()
-        self.note("taken")
+        counts, used = self.counts, self._in_use
+        if used is not None:
+            self._in_use = None
+            self._uncount(used, "used")
+        counts.residency.append(("taken", counts.resident))
 
     def finish_use(self) -> None:
         """The op that was given a cargo last is over: it counts no more."""

@@ -74,21 +74,16 @@ class SlotEntry:
         return [handle for handle in handles if handle is not None and handle.tensors is not None]
 
 
-class _Part(NamedTuple):
-    """A strip with tensors of a handle, when it is back.
+class Part(NamedTuple):
+    """A strip, and where it is when it is back.
 
     Attributes:
-        strip: which. lot: where it is; ``None``: it has no elements. offset: its first byte there.
-        position: of the handle's one tensor in the strip; ``None``: all of the strip is the handle's, and its members are
-            numbers of the handle's tensors.
-        number: of that one tensor among the handle's.
+        strip: which. lot: the allocation; ``None``: the strip has no elements. offset: its first byte there.
     """
 
     strip: Strip
     lot: Lot | None
     offset: int
-    position: int | None
-    number: int
 
     def tensors(self, device: torch.device) -> Sequence[torch.Tensor]:
         """The strip's tensors, in its own order."""
@@ -112,7 +107,7 @@ class Saved:
         self.cargo: Cargo | None = None
         self.hold: Hold | None = None
         self._version = version_of(tensors)
-        self._parts: list[_Part] = []
+        self._parts: list[tuple[Part, int | None, int]] = []  # and the position of a tensor there, and its number here
         self._taken = False
 
     def take(self) -> list[torch.Tensor]:
@@ -132,8 +127,8 @@ class Saved:
                 "Transformer Engine frees what it saved. Run the forward again instead of retain_graph=True."
             )
         visit = entry.visit
-        if first:
-            visit.begin_use()
+        if entry.once:
+            visit.mover.begin_use()
         if not visit.read:
             visit.first_read()
         tensors = self.tensors
@@ -163,22 +158,23 @@ class Saved:
         """The tensors over the memory that is back."""
         parts = self._parts
         if len(parts) == 1:
-            strip, lot, _, position, _ = parts[0]
+            part, position, _ = parts[0]
             if position is not None:
+                strip, lot, _ = part
                 if lot is not None and lot.shape is not None and lot.memory is not None and strip.stride is not None:
                     return [lot.memory]
-                return [parts[0].tensors(device)[position]]
+                return [part.tensors(device)[position]]
         tensors: dict[int, torch.Tensor] = {}
-        for part in parts:
-            if part.position is None:
+        for part, position, number in parts:
+            if position is None:
                 tensors.update(zip(part.strip.members, part.tensors(device), strict=True))
             else:
-                tensors[part.number] = part.tensors(device)[part.position]
-        return [tensors[index] for index in range(len(tensors))]
+                tensors[number] = part.tensors(device)[position]
+        return [tensors[number] for number in range(len(tensors))]
 
     def _hand_over(self, cargo: Cargo) -> None:
         """With a lot's last tensor only those that were given out hold its memory."""
-        for part in self._parts:
+        for part, _, _ in self._parts:
             lot = part.lot
             if lot is not None:
                 lot.untaken -= 1
@@ -199,38 +195,42 @@ class Saved:
         assert self.tensors is not None
         return self.tensors
 
-    def go_with(self, cargo: Cargo, parts: Sequence[tuple[Strip, tuple[int, int] | None]]) -> bool:
-        """From now on the bytes are also in the cargo's runs, at the places of the strips; whether there are any.
+    def go_with(self, cargo: Cargo, parts: Sequence[Part]) -> bool:
+        """From now on the bytes are also in the cargo's runs; whether there are any.
 
         Args:
-            cargo: which. parts: strips of its tensors alone, and their places.
+            cargo: which. parts: those of its tensors alone.
         """
-        for strip, place in parts:
-            self.add_part(cargo, strip, place, 0 if len(strip.members) == 1 and len(parts) == 1 else None, 0)
-        if len(self._parts) == 1:
-            part = self._parts[0]
-            lot = part.lot
-            if lot is not None and part.offset == 0 and part.strip.end - part.strip.begin == lot.nbytes:
-                lot.shape = part.strip.shape()
+        if len(parts) == 1:
+            strip, lot, offset = parts[0]
+            self.add_part(cargo, parts[0], 0 if len(strip.members) == 1 else None, 0)
+            if lot is not None and offset == 0 and strip.end - strip.begin == lot.nbytes:
+                lot.shape = strip.shape()
+        else:
+            for part in parts:
+                self.add_part(cargo, part, None, 0)
         return self.cargo is not None
 
-    def add_part(
-        self, cargo: Cargo, strip: Strip, place: tuple[int, int] | None, position: int | None, number: int
-    ) -> None:
-        """The same for one strip, of which only the tensor at a position may be of this handle."""
-        if place is None:
-            self._parts.append(_Part(strip, None, 0, position, number))
-            return
-        lot, begin = cargo.places[place[0]]
-        lot.untaken += 1
-        if self.cargo is None:
-            self.cargo = cargo
-            cargo.untaken += 1
-        self._parts.append(_Part(strip, lot, begin + place[1], position, number))
+    def add_part(self, cargo: Cargo, part: Part, position: int | None, number: int) -> None:
+        """The same for one part.
+
+        Args:
+            cargo, part: which.
+            position: of this handle's one tensor in the strip; ``None``: all of the strip is this handle's, and its members
+                are numbers of the handle's tensors.
+            number: of that one tensor among the handle's.
+        """
+        lot = part.lot
+        if lot is not None:
+            lot.untaken += 1
+            if self.cargo is None:
+                self.cargo = cargo
+                cargo.untaken += 1
+        self._parts.append((part, position, number))
 
     def reads(self, lot: Lot, offset: int) -> bool:
         """Whether a byte of a lot is of these tensors, or of a strip with one of them."""
-        parts = ((part.strip, part.offset) for part in self._parts if part.lot is lot)
+        parts = ((part.strip, part.offset) for part, _, _ in self._parts if part.lot is lot)
         return any(begin <= offset < begin + strip.end - strip.begin for strip, begin in parts)
 
     def let_go(self) -> bool:

@@ -62,7 +62,7 @@ class LayerVisit(SlotObserver):
         engine: who offloads. stays: why nothing of this forward is taken (`Reason.NONE`: it is).
 
     Attributes:
-        key: layer and forward. number: of this forward among those of the step.
+        key: layer and forward. mover: who copies. number: of this forward among those of the step.
         cargos: what left the device, in order. read: whether the backward has read of it.
         keep: why all of this forward stays on the device, if it does; it is recorded all the same.
         began, ended, needed: marks of the forward (if that is timed; its end also where a slot has no mark of its own), and
@@ -74,6 +74,7 @@ class LayerVisit(SlotObserver):
         self.forward = forward
         self.key = (layer, forward)
         self.device = engine.device
+        self.mover = engine.mover
         self.entries: list[SlotEntry] = []
         self.cargos: list[Cargo] = []
         self.kept: list[Cargo] = []
@@ -373,10 +374,6 @@ class LayerVisit(SlotObserver):
         """The backward reads the first tensor of this forward."""
         self.read = True
         self._engine.returns.read(self)
-
-    def begin_use(self) -> None:
-        """One of its slots is being given out."""
-        self._engine.mover.begin_use()
 
     def bring_back(self, cargo: Cargo) -> None:
         """Make a cargo's bytes ready for work queued from now on.
