@@ -66,6 +66,7 @@ class Returns:
 
     def read(self, visit: LayerVisit) -> None:
         """The backward reads the first tensor of a forward: bring all of it back, then what comes after it."""
+        self._mover.finish_use()  # of the forward that was read before
         if not self.reads:
             self._mover.note(BACKWARD_BEGINS)
         self.reads.append(visit)
