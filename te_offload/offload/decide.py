@@ -213,7 +213,9 @@ def _reason_to_stay(
         return entry.visit.keep
     if entry.keep:
         return Reason.ASKED
-    if entry.reason is Reason.MARKED or te_adapter.any_marked_not_offload(tensors[:1] if alike else tensors):
+    if entry.reason is Reason.MARKED or te_adapter.is_marked_not_offload(first):
+        return Reason.MARKED
+    if not alike and te_adapter.any_marked_not_offload(tensors):
         return Reason.MARKED
     if not plain:
         return Reason.NOT_PLAIN
@@ -232,8 +234,9 @@ def _share_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -
     storages: set[int] = set()
     for load in loads:
         if load.handles:
-            seen += len(load.storages)
-            storages |= load.storages
+            mine = load.storages
+            seen += len(mine)
+            storages |= mine
     return len(storages) != seen or not storages.isdisjoint(staying) or not storages.isdisjoint(owned)
 
 

@@ -174,12 +174,14 @@ class Mover:
         if cargo.state is SlotState.RETURNING:
             assert cargo.back is not None
             cargo.asked = True
-            if cargo.back.ended.is_over():
-                cargo.needed = cargo.back.ended
+            ended = cargo.back.ended
+            if not self.transfer.timed:  # to ask whether it is over takes the host as long as to wait for it
+                self.transfer.block_compute(ended)
+            elif ended.is_over():
+                cargo.needed = ended
             else:
-                if self.transfer.timed:
-                    cargo.needed = self.transfer.mark()
-                self.transfer.block_compute(cargo.back.ended)
+                cargo.needed = self.transfer.mark()
+                self.transfer.block_compute(ended)
             cargo.move(SlotState.RETURNED)
 
     def release(self, cargo: Cargo) -> None:
