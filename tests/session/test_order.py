@@ -42,7 +42,7 @@ class Op(SlotOwner, torch.nn.Module):
         self.seen: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _HandOver.apply(x * self.weight, self)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _HandOver.apply(x, self)  # type: ignore[no-untyped-call]
         return y
 
 

@@ -1,0 +1,103 @@
+"""Memory that is back on the device: who holds it, how it is cut, and what its copies came after."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from te_offload import OffloadSession
+from te_offload.offload import engine as engine_module
+from te_offload.offload import session as session_module
+from te_offload.offload.decide import Rules
+from te_offload.offload.engine import GROWTH_STEPS
+from te_offload.offload.mover import Mover
+from tests.session.test_bits import Layer, round_trip
+from tests.session.test_lifetime import SPLITS, Stack
+from tests.session.test_order import Op
+from tests.support.late_copies import LateTransfer
+from tests.support.mlp import run
+
+GONE = "copied out for nobody"
+
+
+def test_memory_of_tensors_that_were_given_out_goes_with_them_though_the_graph_lives() -> None:
+    layer = Layer(lambda: list(torch.arange(64.0).split(32)))
+    with OffloadSession(layer, min_bytes=0) as session, session.step():
+        y = layer(torch.ones(4, requires_grad=True)).sum()
+        y.backward(retain_graph=True)
+        memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in layer.seen[0]]
+        assert not any(reference.expired() for reference in memory)
+        layer.seen.clear()
+        assert all(reference.expired() for reference in memory)
+        del y
+    assert session.records[-1].bytes_back > 0
+
+
+def test_tensors_of_two_dtypes_in_memory_of_an_odd_length_come_back() -> None:
+    def make() -> list[torch.Tensor]:
+        base = torch.arange(29, dtype=torch.uint8)
+        return [base[:24].view(torch.float64), base[24:]]
+
+    found, session = round_trip(make)
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(found, make(), strict=True)
+    )
+    assert session.records[-1].bytes_back >= 29
+
+
+def test_small_slots_that_go_together_leave_after_the_last_of_them_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    class Watched(Mover):
+        def send_out(self, cargo: Any, users: Any) -> None:
+            sent.append((cargo, [user.entry for user in users]))
+            super().send_out(cargo, users)
+
+    monkeypatch.setattr(engine_module, "Mover", Watched)
+    monkeypatch.setattr(engine_module, "TIMED_FIRST", 0)
+    monkeypatch.setattr(engine_module, "TIMED_EVERY", 1 << 30)
+    layer = torch.nn.Sequential(*(Op(lambda: list(torch.arange(64.0).split(32))) for _ in range(3)))
+    with OffloadSession(layer, min_bytes=0) as session:
+        for _ in range(2):
+            sent.clear()
+            with session.step():
+                layer(torch.ones(1, requires_grad=True)).sum().backward()
+        assert session.records[-1].bytes_back > 0 and not session.records[-1].timed
+    ((cargo, entries),) = sent
+    marks = [entry.ready.seconds for entry in entries]
+    assert len(marks) == 3 and cargo.ready.seconds == max(marks)
+
+
+def test_what_was_recalled_goes_once_its_copy_is_over_and_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = LateTransfer()
+    monkeypatch.setattr(engine_module, "make_transfer", lambda device, stream: transfer)
+
+    class RunsAll(Mover):
+        def begin_use(self) -> None:
+            for copy in transfer.out:
+                copy.wait()
+            super().begin_use()
+
+    monkeypatch.setattr(engine_module, "Mover", RunsAll)
+    monkeypatch.setattr(session_module, "Rules", functools.partial(Rules, together=0))
+    model = Stack(1)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight="1GiB") as session, session.step():
+        run(model, SPLITS)
+    labels = [moment.label for moment in session.records[-1].residency if moment.label in ("taken", GONE)]
+    assert labels == ["taken", GONE, "taken", GONE, "taken", GONE]
+    assert session.records[-1].bytes_out > 0
+
+
+def test_host_memory_is_given_up_after_the_last_copy_back() -> None:
+    model = Stack(2)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0) as session:
+        for _ in range(GROWTH_STEPS + 1):  # until then the pool may have been made anew between steps
+            with session.step():
+                run(model, SPLITS)
+        assert session._engine is not None
+        last = session._engine.pool.last_read
+        assert last is not None and last.is_over() and session.records[-1].bytes_back > 0
