@@ -202,9 +202,9 @@ class Saved:
             cargo: which. parts: those of its tensors alone.
         """
         if len(parts) == 1:
-            strip, lot, offset = parts[0]
+            strip, lot, _ = parts[0]
             self.add_part(cargo, parts[0], 0 if len(strip.members) == 1 else None, 0)
-            if lot is not None and offset == 0 and strip.end - strip.begin == lot.nbytes:
+            if lot is not None and strip.end - strip.begin == lot.nbytes:
                 lot.shape = strip.shape()
         else:
             for part in parts:

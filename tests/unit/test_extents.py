@@ -111,6 +111,13 @@ def test_strip_ends_where_the_dtype_changes_or_a_gap_begins() -> None:
     assert [list(found.members) for found in strips_of([apart, base[8:16], one])] == [[2, 1], [0]]
 
 
+def test_a_transposed_tensor_and_its_neighbour_are_two_strips() -> None:
+    base = torch.arange(64.0)
+    turned, straight = base[:32].view(4, 8).t(), base[32:].view(8, 4)
+    assert [list(found.members) for found in strips_of([turned, straight])] == [[0], [1]]
+    assert [list(found.members) for found in strips_of([straight, turned])] == [[1], [0]]
+
+
 def test_strip_does_not_cross_from_one_segment_of_the_allocator_into_the_next() -> None:
     base = torch.zeros(3 * SEGMENT, dtype=torch.uint8)
     border = -base.data_ptr() % SEGMENT + SEGMENT
