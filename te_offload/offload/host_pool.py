@@ -104,7 +104,7 @@ class HostPool:
         allocations: how often memory was taken from the system.
         may_grow: whether memory may be taken from the system when a lease needs it.
         failure: why the system refused memory, if it did; the pool does not ask again.
-        last_read: the end of the last copy back, which comes after all others; the memory goes after it.
+        last_read: the end of the copy back that was queued last, after all others; the memory goes after it.
     """
 
     def __init__(self, limit: int | None, *, pinned: bool, node: int | None = None) -> None:

@@ -156,6 +156,7 @@ class Mover:
         finally:
             if self._ranges:
                 torch.cuda.nvtx.range_pop()
+        self.pool.last_read = cargo.back.ended
         cargo.move(SlotState.RETURNING)
         self._count(cargo)
         self.note("coming back")
@@ -196,7 +197,6 @@ class Mover:
             cargo.move(SlotState.RETURNED)
         if cargo.lease is not None:
             if cargo.back is not None:  # the compute stream has waited for it, and the lease's next user waits for that
-                self.pool.last_read = cargo.back.ended
                 cargo.lease.release()
             else:
                 cargo.lease.release(() if cargo.out is None else (cargo.out.ended,))
@@ -219,11 +219,8 @@ class Mover:
 
     def begin_use(self) -> None:
         """A slot is being given out."""
-        counts, used = self.counts, self._in_use
-        if used is not None:
-            self._in_use = None
-            self._uncount(used, "used")
-        counts.residency.append(("taken", counts.resident))
+        self.finish_use()
+        self.note("taken")
 
     def finish_use(self) -> None:
         """The op that was given a cargo last is over: it counts no more."""
