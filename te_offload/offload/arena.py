@@ -104,11 +104,12 @@ class Arena:
         """
         pending = tuple(uses)
         for block in blocks:
-            range_id, begin, nbytes, _ = block
+            range_id, begin, nbytes, before = block
             if self._taken.pop(begin, None) is not block:
                 raise StateError(f"A block of {nbytes} bytes at {begin:#x} was given back, but is not out.")
             self.free_bytes += nbytes
-            self._given.setdefault(nbytes, []).append(Block(range_id, begin, nbytes, pending))
+            back = Block(range_id, begin, nbytes, pending) if pending or before else block
+            self._given.setdefault(nbytes, []).append(back)
 
     def _join(self) -> None:
         """Join the blocks that came back to gaps, free neighbours to one."""

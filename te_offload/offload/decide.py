@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_offload.offload.cargo import Cargo
-from te_offload.offload.extents import Runs, Strip, find_runs, storage_key, strips_of
+from te_offload.offload.extents import Runs, Strip, find_runs, lone, storage_key, strips_of
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.saved import Part, Saved, SlotEntry, is_plain
 from te_offload.ops import te_adapter
@@ -85,20 +85,24 @@ class Load:
     def measure(self, device: torch.device) -> Runs:
         """Find strips and runs of its tensors, which are dense."""
         if self.runs is None:
-            self.strips = strips_of(self.tensors)
-            self.bases = [0] * len(self.strips)
-            self.runs = find_runs(self.strips, across_storages=device.type == "cuda")
+            if len(self.tensors) == 1 and self.tensors[0].is_contiguous():
+                strip, self.runs = lone(self.tensors[0])
+                self.strips, self.bases = [strip], [0]
+            else:
+                self.strips = strips_of(self.tensors)
+                self.bases = [0] * len(self.strips)
+                self.runs = find_runs(self.strips, across_storages=device.type == "cuda")
         return self.runs
 
     def make_cargo(self, device: torch.device) -> None:
         """The cargo of its handles."""
-        runs = self.measure(device)
+        runs = self.runs or self.measure(device)
         entry, others = self.entry, self.others
         name = f"{entry.name} and {len(others)} more" if others else entry.name
-        entry.cargo = self.cargo = Cargo(name, runs.covered, runs.runs, 1 + len(others))
-        entry.bytes_out = self.cargo.copied
+        entry.cargo = self.cargo = cargo = Cargo(name, runs.covered, runs.runs, 1 + len(others))
+        entry.bytes_out = cargo.copied
         for other in others:
-            other.entry.cargo = self.cargo
+            other.entry.cargo = cargo
             other.entry.bytes_out = other.entry.nbytes
             entry.bytes_out -= other.entry.nbytes
 
@@ -106,6 +110,12 @@ class Load:
         """Let the handles go with the cargo; those that do. The others have no elements."""
         cargo, handles = self.cargo, self.handles
         assert self.runs is not None and cargo is not None
+        if len(handles) == 1 and len(self.strips) == 1 and cargo.copied:
+            place = self.runs.places[0]
+            assert place is not None
+            lot, begin = cargo.places[0]
+            handles[0].go_as_one(cargo, Part(self.strips[0], lot, begin + place[1]))
+            return handles
         parts = []
         for strip, place in zip(self.strips, self.runs.places, strict=True):
             if place is None:
@@ -152,8 +162,9 @@ def decide(
     if not going:
         return [], [load for load in loads if load.handles]
     for load in going:
-        load.measure(device)
-    named = all(load.entry.once for load in going)
+        if load.runs is None:
+            load.measure(device)
+    named = False not in [load.entry.once for load in going]
     owned = frozenset() if named else owned_by_layer()
     while True:
         if _share_memory(loads, owned, staying):

@@ -185,6 +185,24 @@ def _strip(index: int, tensor: torch.Tensor) -> Strip:
     return Strip(begin, end, storage.data_ptr(), keys, (index,), tensor.dtype, tensor.ndim, tuple(tensor.shape), stride)
 
 
+def lone(tensor: torch.Tensor) -> tuple[Strip, Runs]:
+    """The strip of one contiguous tensor, and its runs: what `strips_of` and `find_runs` say, in less time."""
+    storage = tensor.untyped_storage()
+    begin = start = tensor.data_ptr()
+    nbytes = tensor.nbytes
+    first = storage.data_ptr()
+    lead = begin % ALIGNMENT
+    if lead:
+        start = max(begin - lead, first)
+        lead = begin - start
+    keys = frozenset((storage._cdata,))
+    size, stride = tuple(tensor.shape), tensor.stride()
+    strip = Strip(begin, begin + nbytes, first, keys, (0,), tensor.dtype, len(size), size, stride)
+    if not nbytes:
+        return strip, Runs((), (None,), 0)
+    return strip, Runs((Run(start, nbytes + lead),), ((0, lead),), nbytes)
+
+
 class Run(NamedTuple):
     """Bytes at ``address`` that are copied in one piece."""
 

@@ -88,7 +88,7 @@ class Lease:
         if self._blocks is None:
             raise StateError("This lease of host memory was released before.")
         blocks, self._blocks = self._blocks, None
-        self._pool.take_back(self, blocks, uses)
+        self._pool.take_back(self.nbytes, blocks, uses)
 
 
 class HostPool:
@@ -171,10 +171,10 @@ class HostPool:
         self.allocations += 1
         return True
 
-    def take_back(self, lease: Lease, blocks: list[Block], uses: Iterable[Mark]) -> None:
+    def take_back(self, nbytes: int, blocks: list[Block], uses: Iterable[Mark]) -> None:
         """For `Lease.release`."""
         self._arena.give(blocks, uses)
-        self.live_bytes -= lease.nbytes
+        self.live_bytes -= nbytes
 
     def settle(self, at_least: int = 0) -> None:
         """Between steps: if nothing is on loan and there are several slabs, make one of their size together.

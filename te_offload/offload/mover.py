@@ -202,7 +202,8 @@ class Mover:
                 cargo.lease.release(() if cargo.out is None else (cargo.out.ended,))
             cargo.lease = None
         for lot in cargo.lots:
-            lot.let_go()
+            if lot.memory is not None:
+                lot.let_go()
         cargo.watch = None  # which refers to the cargo
         cargo.move(SlotState.RELEASED)
         if cargo.sources is None:

@@ -70,6 +70,9 @@ class SlotEntry:
 
     def live_handles(self) -> list[Saved]:
         """The handles that are still in an autograd graph and still hold their tensors."""
+        if len(self.handles) == 1:
+            handle = self.handles[0]()
+            return [] if handle is None or handle.tensors is None else [handle]
         handles = [reference() for reference in self.handles]
         return [handle for handle in handles if handle is not None and handle.tensors is not None]
 
@@ -201,15 +204,20 @@ class Saved:
         Args:
             cargo: which. parts: those of its tensors alone.
         """
-        if len(parts) == 1:
-            strip, lot, _ = parts[0]
-            self.add_part(cargo, parts[0], 0 if len(strip.members) == 1 else None, 0)
-            if lot is not None and strip.end - strip.begin == lot.nbytes:
-                lot.shape = strip.shape()
-        else:
-            for part in parts:
-                self.add_part(cargo, part, None, 0)
+        for part in parts:
+            self.add_part(cargo, part, None, 0)
         return self.cargo is not None
+
+    def go_as_one(self, cargo: Cargo, part: Part) -> None:
+        """The same for one part with all of its tensors, which have elements: nobody else's are in its lot."""
+        strip, lot, _ = part
+        assert lot is not None
+        self.cargo = cargo
+        cargo.untaken += 1
+        lot.untaken += 1
+        self._parts.append((part, 0 if len(strip.members) == 1 else None, 0))
+        if strip.end - strip.begin == lot.nbytes:
+            lot.shape = strip.shape()
 
     def add_part(self, cargo: Cargo, part: Part, position: int | None, number: int) -> None:
         """The same for one part.

@@ -55,8 +55,10 @@ class LateCopy:
             for mark in self.after:
                 mark.wait()
         for number, (source, target, nbytes) in enumerate(self.pieces):
-            torn = self.owner.tear and number == 0
-            ctypes.memmove(target, source, nbytes // 2 if torn else nbytes)
+            there = nbytes // 2 if self.owner.tear and number == 0 else nbytes
+            missing = ctypes.string_at(source + there, nbytes - there)
+            ctypes.memmove(target, source, there)
+            ctypes.memmove(target + there, bytes((byte + 1) % 256 for byte in missing), len(missing))
         self.done = True
         self.seconds = time.perf_counter()
 
@@ -67,7 +69,8 @@ class LateTransfer:
     Args:
         seed: of the random moments; ``None``: copies run only when something waits for them.
         reorder: a copy runs without those before it, and without what it was told to come after.
-        tear: a copy leaves out half of its first piece.
+        tear: a copy leaves out half of its first piece. Other bytes stand there then: what was there could by chance be
+            the right ones, where memory is used again.
     """
 
     def __init__(self, seed: int | None = None, *, reorder: bool = False, tear: bool = False) -> None:
