@@ -62,7 +62,7 @@ class Load:
         if len(handles) == 1:
             self.tensors = handles[0].held
         else:
-            self.tensors = [tensor for handle in handles for tensor in handle.held]
+            self.tensors = [tensor for handle in handles for tensor in handle.tensors or ()]
         self.strips: list[Strip] = []
         self.bases: list[int] = []
         self.runs: Runs | None = None
@@ -128,7 +128,7 @@ class Load:
                 return handles
             handles[0].let_go()
             return []
-        owners = [(handle, index) for handle in handles for index in range(len(handle.held))]
+        owners = [(handle, index) for handle in handles for index in range(len(handle.tensors or ()))]
         for part, base in zip(parts, self.bases, strict=True):
             for position, member in enumerate(part.strip.members):
                 handle, number = owners[base + member]
@@ -207,7 +207,7 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
 def _are_plain(load: Load) -> bool:
     """Whether all tensors are dense. Those of one handle are of one kind: Transformer Engine made them in one call."""
     for handle in load.handles:
-        tensors = handle.held
+        tensors = handle.tensors or []
         if not is_plain(tensors[0]) or (len(tensors) > 1 and set(map(type, tensors)) != {torch.Tensor}):
             return False
     return True
@@ -230,7 +230,7 @@ def _reason_to_stay(
         return Reason.MARKED
     if not plain:
         return Reason.NOT_PLAIN
-    if first.device != device or (not alike and any(tensor.device != device for tensor in tensors)):
+    if first.device != device or (not alike and {tensor.device for tensor in tensors} != {device}):
         return Reason.OTHER_DEVICE
     if entry.nbytes < rules.min_bytes:
         return Reason.TOO_SMALL

@@ -143,7 +143,7 @@ class Saved:
                 )
             visit.bring_back(cargo)
         if tensors is not None:
-            if version_of(tensors) != self._version:
+            if self.was_modified():
                 self._fail_modified()
             if cargo is not None and cargo.state is SlotState.LEAVING:
                 visit.recall(cargo)
@@ -166,7 +166,7 @@ class Saved:
                 strip, lot, _ = part
                 if lot is not None and lot.shape is not None and lot.memory is not None and strip.stride is not None:
                     return [lot.memory]
-                return [part.tensors(device)[position]]
+                return [part.tensors(device)[position] if lot is None else lot.tensors(strip, part.offset)[position]]
         tensors: dict[int, torch.Tensor] = {}
         for part, position, number in parts:
             if position is None:
@@ -243,8 +243,14 @@ class Saved:
 
     def let_go(self) -> bool:
         """The copy out is over: stop holding the tensors. Whether one was written to since it was saved."""
-        tensors, self.tensors = self.tensors, None
-        return tensors is not None and version_of(tensors) != self._version
+        modified = self.tensors is not None and self.was_modified()
+        self.tensors = None
+        return modified
+
+    def was_modified(self) -> bool:
+        """Whether a tensor was written to since it was saved, while the handle holds them."""
+        tensors = self.held
+        return self._version >= 0 and tensors[0]._version != self._version  # an inference tensor has none, for good
 
     def _fail_modified(self) -> None:
         raise SavedTensorModifiedError(

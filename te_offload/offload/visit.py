@@ -185,8 +185,9 @@ class LayerVisit(SlotObserver):
         self._regions.remove(region)
         entry = self._by_region.get(region.name)
         if entry is not None and self._stays is Reason.NONE and not entry.keep:
-            tensors = [tensor for handle in entry.live_handles() for tensor in handle.held]
-            alone = sum([tensor.nbytes for tensor in tensors]) >= self._engine.rules.together
+            handles = entry.live_handles()
+            nbytes = sum([tensor.nbytes for handle in handles for tensor in handle.tensors or ()])
+            alone = nbytes >= self._engine.rules.together
             entry.ready = self._engine.mover.transfer.mark() if alone else None
 
     def pack(self, tensor: torch.Tensor) -> Any:
