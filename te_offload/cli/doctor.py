@@ -19,7 +19,7 @@ from transformer_engine.common import recipe as te_recipe
 
 from te_offload import ops
 from te_offload.errors import UnsupportedReleaseError
-from te_offload.fused import Window, explain
+from te_offload.fused import Window, blackwell, hopper
 from te_offload.ops import te_adapter
 from te_offload.report.as_json import SCHEMA
 
@@ -50,7 +50,7 @@ def findings() -> Iterator[Finding]:
             yield Finding(what, False, "needs a GPU")
     else:
         yield from _gpu_findings()
-    yield _blackwell_finding()
+    yield from _fused_findings()
     v1 = os.environ.get("NVTE_CPU_OFFLOAD_V1", "0") == "1"
     yield Finding(
         "Transformer Engine's offloading context",
@@ -85,13 +85,14 @@ def _gpu_findings() -> Iterator[Finding]:
     yield Finding("pinned memory", torch.empty(1, pin_memory=True).is_pinned(), "page-locked host memory for copies")
 
 
-def _blackwell_finding() -> Finding:
+def _fused_findings() -> Iterator[Finding]:
     fc1, fc2 = (ops.GroupedLinear(2, 64, 64, bias=False, device="cpu", dtype=torch.bfloat16) for _ in range(2))
     window = Window(0, fc1, ops.ScaledSReLU(), fc2)
-    support = explain(window, te_recipe.MXFP8BlockScaling(fp8_format=te_recipe.Format.E4M3))
-    return Finding(
-        "Blackwell fused grouped MLP", support.ok, support.reason or "Transformer Engine's kernels, with slots"
-    )
+    support = blackwell.explain(window, te_recipe.MXFP8BlockScaling(fp8_format=te_recipe.Format.E4M3))
+    detail = support.reason or "Transformer Engine's kernels, with slots"
+    yield Finding("Blackwell fused grouped MLP", support.ok, detail)
+    support = hopper.explain(window)
+    yield Finding("Hopper fused grouped MLP", support.ok, support.reason or "te_offload's kernels, through QuACK")
 
 
 def run_doctor(*, as_json: bool) -> int:

@@ -86,9 +86,14 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         weight = self.weight if self.single_grouped_weight else self.weight0  # not all N, which takes the host 40 us
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else weight.dtype
         if not split_sizes.is_cuda or not te_adapter.takes_grouped_path(dtype):
-            self._checked_splits(input_, split_sizes)
+            self.checked_splits(input_, split_sizes)
 
-    def _checked_splits(self, input_: torch.Tensor, split_sizes: torch.Tensor) -> list[int]:
+    def checked_splits(self, input_: torch.Tensor, split_sizes: torch.Tensor) -> list[int]:
+        """The split sizes, read on the host.
+
+        Raises:
+            ArgumentError: not one an expert, a negative one, or they do not sum to the input's rows.
+        """
         op = type(self).__name__
         sizes: list[int] = split_sizes.tolist()
         tokens = input_.numel() // max(self.in_features, 1)
@@ -153,7 +158,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             te_adapter.main_grad_of(weights[0])
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weights[0].dtype
         split_sizes = basic_op_extra_inputs[0][0]
-        sizes = self._checked_splits(input_, split_sizes)
+        sizes = self.checked_splits(input_, split_sizes)
         scales = self._checked_bias_scales(input_, basic_op_extra_inputs[0][1]) if self._scale_bias else None
 
         x = te_adapter.maybe_dequantize(input_, dtype).reshape(-1, self.in_features)

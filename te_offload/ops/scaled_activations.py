@@ -29,7 +29,7 @@ class _ScaledActivation(SlotOwner):
         Raises:
             ArgumentError: router scales of a wrong shape, dtype or device.
         """
-        self._check_scales(input_, kwargs["basic_op_extra_inputs"][0][0])
+        self.check_scales(input_, kwargs["basic_op_extra_inputs"][0][0])
         if self.computes_on_cpu(input_) and te_adapter.quantization_enabled():
             raise UnsupportedError(
                 f"{type(self).__name__}: te.autocast quantizes on a GPU, but the input is on the CPU."
@@ -50,7 +50,12 @@ class _ScaledActivation(SlotOwner):
         )
         return result
 
-    def _check_scales(self, input_: torch.Tensor, scales: torch.Tensor) -> None:
+    def check_scales(self, input_: torch.Tensor, scales: torch.Tensor) -> None:
+        """Check the router scales against the op's input, or against any tensor with its rows.
+
+        Raises:
+            ArgumentTypeError: no floating-point tensor. ArgumentError: another device, or not one scale a row.
+        """
         op = type(self).__name__
         if not isinstance(scales, torch.Tensor) or not scales.is_floating_point():
             found = scales.dtype if isinstance(scales, torch.Tensor) else type(scales).__name__
@@ -159,8 +164,9 @@ class _ScaledGLU(_ScaledActivation):
             grad_output, input_, scales, self._gate(), self.glu_interleave_size, need_scales=compute_scale_grad
         )
 
-    def _check_scales(self, input_: torch.Tensor, scales: torch.Tensor) -> None:
-        super()._check_scales(input_, scales)
+    def check_scales(self, input_: torch.Tensor, scales: torch.Tensor) -> None:
+        """The same, and the columns of a gated activation."""
+        super().check_scales(input_, scales)
         block = 2 * (self.glu_interleave_size or 1)
         if input_.shape[-1] % block:
             raise ArgumentError(

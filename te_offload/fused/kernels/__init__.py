@@ -1,3 +1,6 @@
-"""Kernels of the fused grouped MLP. Holds none yet: on Blackwell the kernels are Transformer Engine's, elsewhere ops run
-unfused. Nothing in the package imports this room.
+"""Kernels of the fused grouped MLP: `interface` says what they compute, `reference` computes it in torch arithmetic,
+`sm90` on Hopper through QuACK's grouped GEMM. On Blackwell the kernels are Transformer Engine's.
+
+In: see `interface`. Out: see there. Keeps true: `sm90` and `sm90_device` are imported only where quack-kernels is
+installed. Does not: know of ops, or of offloading.
 """

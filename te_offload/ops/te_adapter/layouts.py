@@ -195,7 +195,8 @@ def read_grouped_linear(op: Any, ctx: OperationContext, *, take: bool = False) -
     grouped = bool(getattr(ctx, "use_grouped_tensor_path", False))
     inputs, weights = (1, _num_weights(op)) if grouped else (op.num_groups, op.num_groups)
     scales = 1 if op._scale_bias else 0
-    end_of_metadata, end_of_scales, groups = _unfused_places(len(saved), scales, inputs, weights)
+    rebuilt = bool(getattr(ctx, "te_offload_rebuilt", False))
+    end_of_metadata, end_of_scales, groups = _unfused_places(len(saved), scales, inputs, weights, rebuilt)
     kinds_ok = (
         end_of_metadata == release.unfused_metadata
         and _are_metadata(saved[:end_of_metadata])
@@ -211,12 +212,17 @@ def read_grouped_linear(op: Any, ctx: OperationContext, *, take: bool = False) -
 
 
 @functools.lru_cache(maxsize=256)
-def _unfused_places(count: int, scales: int, inputs: int, weights: int) -> tuple[int, int, tuple[_Group, ...]]:
-    """Where metadata and router scales of an unfused GroupedLinear end, and its slot; ``count`` entries in all."""
+def _unfused_places(
+    count: int, scales: int, inputs: int, weights: int, rebuilt: bool
+) -> tuple[int, int, tuple[_Group, ...]]:
+    """Where metadata and router scales of an unfused GroupedLinear end, and its slot; ``count`` entries in all. The input
+    may be absent because te_offload's fused op rebuilds it, which saves in this layout too.
+    """
     end_of_input = count - weights
     end_of_scales = end_of_input - inputs
     exempt = (range(end_of_scales), range(end_of_input, count))
-    group = (None, range(end_of_scales, end_of_input), exempt, SaveState.NOT_SAVED)
+    absent = SaveState.RECOMPUTED if rebuilt else SaveState.NOT_SAVED
+    group = (None, range(end_of_scales, end_of_input), exempt, absent)
     return end_of_scales - scales, end_of_scales, (group,)
 
 

@@ -1,0 +1,227 @@
+"""One grouped MLP, forward and backward: ours fused, Transformer Engine's ops, torch's `_grouped_mm`, our kernels bare.
+
+    ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew] [--rounds 20] [--json FILE]
+
+All ways run in one process with the same weights and inputs, interleaved, forwards and backwards through the list by turns;
+each number is the median over the rounds of a few calls in a row, by events on the GPU. `graph` is the same forward and
+backward captured and replayed. `host` is what a forward takes the host, by its own clock, with the GPU idle before it.
+`bare kernels` are the launches of the fused op without autograd and Transformer Engine around them: the floor of `ours`.
+Transformer Engine runs in the best way that the loaded cuBLAS gives it; run it with the newest one too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+
+from te_offload import ops
+from te_offload.fused import hopper
+from te_offload.fused.kernels.sm90 import Sm90Kernels
+from te_offload.ops import te_adapter
+
+CALLS = 4
+Step = Callable[[], Any]
+
+
+class Case:
+    """One shape: weights, inputs, and the ways to compute it.
+
+    Args:
+        experts, hidden, ffn, tokens: the shape. skew: one expert takes half of the tokens, a quarter of them nothing.
+    """
+
+    def __init__(self, experts: int, hidden: int, ffn: int, tokens: int, *, skew: bool) -> None:
+        torch.manual_seed(0)
+        size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        self.tokens, self.hidden, self.ffn = tokens, hidden, ffn
+        self.fused = te.ops.Sequential(
+            ops.GroupedLinear(experts, hidden, ffn, **size),
+            ops.ScaledSReLU(),
+            ops.GroupedLinear(experts, ffn, hidden, **size),
+        )
+        self.plain = te.ops.Sequential(
+            te.ops.GroupedLinear(experts, hidden, ffn, **size),
+            te.ops.ScaledSReLU(),
+            te.ops.GroupedLinear(experts, ffn, hidden, **size),
+        )
+        for ours, theirs in zip(self.fused.parameters(), self.plain.parameters(), strict=True):
+            theirs.data = ours.data
+        self.weights1 = [p.detach() for p in self.fused[0].parameters()]
+        self.weights2 = [p.detach() for p in self.fused[2].parameters()]
+        self.x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        self.scales = torch.rand(tokens, device="cuda").requires_grad_()
+        self.dy = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        self.sizes = torch.tensor(split(experts, tokens, skew=skew), device="cuda")
+        self._packed = [torch.stack(weights).requires_grad_() for weights in (self.weights1, self.weights2)]
+        self._kernels = Sm90Kernels()
+
+    def forward_of(self, module: torch.nn.Module) -> Step:
+        """A forward with what autograd needs."""
+        return lambda: module(self.x, self.sizes, self.scales, self.sizes)
+
+    def step_of(self, module: torch.nn.Module) -> Step:
+        """A forward and backward."""
+        wanted = [self.x, self.scales, *module.parameters()]
+        forward = self.forward_of(module)
+        return lambda: torch.autograd.grad(forward(), wanted, self.dy)
+
+    def grouped_mm_forward(self) -> torch.Tensor:
+        """The grouped GEMM of torch, with packed weights."""
+        ends = self.sizes.cumsum(0, dtype=torch.int32)
+        act = torch._grouped_mm(self.x, self._packed[0].mT, offs=ends)
+        act = (torch.relu(act).square() * self.scales[:, None]).to(torch.bfloat16)
+        output: torch.Tensor = torch._grouped_mm(act, self._packed[1].mT, offs=ends)
+        return output
+
+    def grouped_mm_step(self) -> Any:
+        """The same, forward and backward."""
+        return torch.autograd.grad(self.grouped_mm_forward(), [self.x, self.scales, *self._packed], self.dy)
+
+    def bare(self) -> Any:
+        """The fused op's launches alone."""
+        kernels, x = self._kernels, self.x.detach()
+        act_input, offsets = self.bare_forward()
+        dact, fc2_input, _ = kernels.fc2_dgrad(self.dy, self.weights2, act_input, self.scales.detach(), offsets)
+        dw2 = x.new_empty(len(self.weights2), self.hidden, self.ffn)
+        kernels.wgrad(self.dy, fc2_input, offsets, dw2)
+        kernels.fc1_dgrad(dact, self.weights1, offsets, torch.empty_like(x))
+        dw1 = x.new_empty(len(self.weights1), self.ffn, self.hidden)
+        kernels.wgrad(dact, x, offsets, dw1)
+        return dw1, dw2
+
+    def bare_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, forward alone."""
+        kernels, x = self._kernels, self.x.detach()
+        offsets = kernels.offsets(self.sizes, self.tokens)
+        act_input, fc2_input = kernels.fc1(x, self.weights1, self.scales.detach(), offsets)
+        kernels.fc2(fc2_input, self.weights2, offsets, torch.empty_like(x))
+        return act_input, offsets
+
+
+def split(experts: int, tokens: int, *, skew: bool) -> list[int]:
+    """Tokens of each expert."""
+    if not skew:
+        return [tokens // experts + (number < tokens % experts) for number in range(experts)]
+    idle = experts // 4
+    busy = experts - idle - 1
+    rest = tokens - tokens // 2
+    return [tokens // 2, *[0] * idle, *[rest // busy + (number < rest % busy) for number in range(busy)]]
+
+
+def milliseconds(step: Step) -> float:
+    """GPU time of one of a few calls in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(CALLS):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / CALLS
+
+
+def host_milliseconds(step: Step) -> float:
+    """Host time of one call."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = step()
+    spent = 1e3 * (time.perf_counter() - start)
+    torch.cuda.synchronize()
+    del result
+    return spent
+
+
+def captured(step: Step) -> Step:
+    """The step as a CUDA graph.
+
+    Raises:
+        RuntimeError: it cannot be captured.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        keep = step()
+
+    def replay() -> Any:
+        graph.replay()
+        return keep
+
+    return replay
+
+
+def main() -> None:
+    """Run, print a table, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("experts", 64), ("hidden", 2048), ("ffn", 1408), ("tokens", 32768), ("rounds", 20)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--skew", action="store_true", help="one expert takes half, a quarter of them nothing")
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    arguments = parser.parse_args()
+    os.environ[hopper.SWITCH] = "1"
+    case = Case(arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens, skew=arguments.skew)
+    ways: dict[str, dict[str, Step]] = {
+        "te_offload, fused": {"forward": case.forward_of(case.fused), "step": case.step_of(case.fused)},
+        "Transformer Engine": {"forward": case.forward_of(case.plain), "step": case.step_of(case.plain)},
+        "torch._grouped_mm, packed weights": {"forward": case.grouped_mm_forward, "step": case.grouped_mm_step},
+        "bare kernels of te_offload": {"forward": case.bare_forward, "step": case.bare},
+    }
+    failures = {}
+    for name, steps in list(ways.items()):
+        try:
+            for step in list(steps.values()):
+                step()
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            failures[name] = str(error).strip().splitlines()[0]
+            del ways[name]
+            continue
+        try:
+            steps["graph"] = captured(steps["step"])
+        except RuntimeError as error:
+            failures[f"{name}, graph"] = str(error).strip().splitlines()[0]
+            torch.cuda.synchronize()
+    times: dict[tuple[str, str], list[float]] = {}
+    for turn in range(arguments.rounds + 2):
+        order = list(ways) if turn % 2 == 0 else list(reversed(ways))
+        for name in order:
+            measured = {kind: milliseconds(step) for kind, step in ways[name].items()}
+            measured["host"] = host_milliseconds(ways[name]["forward"])
+            for kind, spent in measured.items():
+                times.setdefault((name, kind), []).append(spent)
+    medians = {key: statistics.median(values[2:]) for key, values in times.items()}
+    number = te_adapter.cublaslt_version()
+    shape = f"E{arguments.experts} H{arguments.hidden} F{arguments.ffn} T{arguments.tokens}"
+    skewed = ", skewed routing" if arguments.skew else ""
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}"
+    )
+    print(f"{shape} bf16{skewed}, {arguments.rounds} rounds; ms\n")
+    print("| way | forward | forward + backward | as a graph | host, forward |")
+    print("|---|---|---|---|---|")
+    for name in ways:
+        cells = (medians.get((name, kind)) for kind in ("forward", "step", "graph", "host"))
+        print(f"| {name} | {' | '.join('-' if cell is None else f'{cell:.3f}' for cell in cells)} |")
+    for name, why in failures.items():
+        print(f"\n{name}: {why}")
+    if arguments.json:
+        rows = [{"way": name, "kind": kind, "ms": value} for (name, kind), value in medians.items()]
+        result = {"schema": "1.0", "shape": shape, "skew": arguments.skew, "rows": rows, "failures": failures}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

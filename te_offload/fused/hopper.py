@@ -1,0 +1,328 @@
+"""The fused grouped MLP of te_offload: GEMM, scaled squared ReLU and GEMM with the activation in the epilogues (Hopper).
+
+In: windows of GroupedLinear, ScaledSReLU, GroupedLinear with at least one op of `te_offload.ops`. Out: the results of the
+three ops, and their slots: ``fc1_input`` and ``act_input`` are saved, ``fc2_input`` is rebuilt in the backward. Keeps true:
+each slot is declared when it is written and read back just before its first use; what one call cannot take goes through the
+three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: take windows unless it is told to.
+
+``TE_OFFLOAD_FUSED_MLP`` tells, when a Sequential runs first: ``1`` takes windows on Hopper, ``reference`` takes them
+everywhere and computes in torch arithmetic, anything else takes none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+
+from te_offload.fused.kernels.interface import Kernels
+from te_offload.fused.kernels.reference import ReferenceKernels
+from te_offload.fused.support import Support
+from te_offload.fused.window import Window, find_windows
+from te_offload.ops import GroupedLinear, ScaledSReLU, te_adapter
+from te_offload.ops.slot_owner import SlotOwner
+
+SWITCH = "TE_OFFLOAD_FUSED_MLP"
+_ALIGNED = 8  # 16-bit elements in TMA's 16 bytes
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def explain(window: Window, recipe: Any = None) -> Support:
+    """Whether the fused op takes a window, as far as its structure says.
+
+    Args:
+        window: from `find_windows`. recipe: a Transformer Engine recipe; ``None``: no quantization.
+    """
+    mode = os.environ.get(SWITCH, "0")
+    if mode not in ("1", "reference"):
+        return Support(False, f"{SWITCH} is not set to 1")
+    reason = None if mode == "reference" else _machine_reason()
+    reason = reason or _structure_reason(window)
+    if reason is None and recipe is not None:
+        reason = f"recipe {type(recipe).__name__}: it computes in bf16 and fp16 alone"
+    return Support(True) if reason is None else Support(False, reason)
+
+
+def _machine_reason() -> str | None:
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]} is not 9.0 (Hopper)"
+    if importlib.util.find_spec("quack") is None:
+        return "quack-kernels is not installed: pip install 'te-offload[hopper]'"
+    return None
+
+
+def _structure_reason(window: Window) -> str | None:
+    if not isinstance(window.activation, te.ops.ScaledSReLU):
+        return f"its activation is {type(window.activation).__name__}; there are kernels for ScaledSReLU"
+    for name, linear in (("FC1", window.fc1), ("FC2", window.fc2)):
+        op: Any = linear
+        if op.has_bias:
+            return f"{name} has a bias"
+        if op.in_features % _ALIGNED or op.out_features % _ALIGNED:
+            return f"{name} is {op.in_features} x {op.out_features}, which are not both multiples of {_ALIGNED}"
+        if op._accumulate_into_main_grad:
+            return f"{name} accumulates into main_grad"
+        if op.need_backward_dw():
+            return f"{name} delays its wgrad"
+    fc1: Any = window.fc1
+    fc2: Any = window.fc2
+    if (fc1.num_groups, fc1.out_features) != (fc2.num_groups, fc2.in_features):
+        return (
+            f"FC1 gives {fc1.num_groups} experts {fc1.out_features} columns, FC2 takes {fc2.num_groups} experts of "
+            f"{fc2.in_features}"
+        )
+    return None
+
+
+def fuse_windows(ops: list[Any], *, recipe: Any = None, **_: Any) -> list[Any]:
+    """The fusion function, as `te.ops.register_forward_backward_fusion` wants it."""
+    fused: list[Any] = []
+    position = 0
+    for window in find_windows(ops):
+        if window.has_slot_owner and explain(window, recipe).ok:
+            fused += [*ops[position : window.start], HopperGroupedMLP(window.ops)]
+            position = window.start + 3
+    return fused + ops[position:]
+
+
+class HopperGroupedMLP(te.ops.FusedOperation):
+    """FC1, scaled squared ReLU and FC2 in two launches forward and four backward.
+
+    Args:
+        basic_ops: the three ops.
+    """
+
+    def __init__(self, basic_ops: Sequence[torch.nn.Module]) -> None:
+        super().__init__(basic_ops)
+        self._kernels: Kernels | None = None
+
+    def support(
+        self, ctxs: Sequence[te_adapter.OperationContext], input_: torch.Tensor, extra_inputs: Sequence[Any]
+    ) -> Support:
+        """Whether the kernels take one call.
+
+        Args:
+            ctxs: of the three ops. input_: of FC1.
+            extra_inputs: of each op: split sizes; router scales; split sizes.
+        """
+        reason = self._call_reason(ctxs, input_, extra_inputs)
+        return Support(True) if reason is None else Support(False, reason)
+
+    def _call_reason(
+        self, ctxs: Sequence[te_adapter.OperationContext], input_: torch.Tensor, extra_inputs: Sequence[Any]
+    ) -> str | None:
+        fc1, activation, fc2 = self.basic_ops
+        if not isinstance(activation, ScaledSReLU) and extra_inputs[1][0].shape != input_.shape[:-1]:
+            return "the router scales are not one a row"
+        if te_adapter.quantization_enabled() or te_adapter.is_grouped_tensor(input_):
+            return "it computes on dense tensors of bf16 and fp16 alone"
+        if len({ctx.requires_grad for ctx in ctxs}) > 1:
+            return "a gradient is needed by some of its ops alone"
+        for weight in (_first_weight(fc1), _first_weight(fc2)):
+            if te_adapter.is_distributed_weight(weight):
+                return "distributed weights"
+            if weight.device != input_.device:
+                return f"a weight is on {weight.device}, the input on {input_.device}"
+            if weight.dtype != _compute_dtype(weight):
+                return f"a weight is {weight.dtype}, autocast asks for {_compute_dtype(weight)}"
+        if input_.is_cuda:
+            if _first_weight(fc1).dtype not in _DTYPES:
+                return f"there are no kernels for {_first_weight(fc1).dtype}"
+            for sizes in (extra_inputs[0][0], extra_inputs[2][0]):
+                if not sizes.is_cuda:
+                    return "the split sizes are on the CPU"
+        return None
+
+    # Forward ---------------------------------------------------------------------------------------------------------
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """The forward of the three ops.
+
+        Raises:
+            ArgumentError: wrong router scales; on the CPU also split sizes that do not sum to the tokens.
+        """
+        fc1, activation, fc2 = self.basic_ops
+        ctx1, ctx2, ctx3 = basic_op_ctxs
+        extra_inputs = kwargs["basic_op_extra_inputs"]
+        support = self.support(basic_op_ctxs, input_, extra_inputs)
+        ctx1.te_offload_fused = support.ok
+        if not support.ok:
+            return self._forward_one_by_one(basic_op_ctxs, input_, **kwargs)
+        splits1, scales, splits2 = extra_inputs[0][0], extra_inputs[1][0], extra_inputs[2][0]
+        self._check(input_, splits1, scales, splits2)
+        weights1, weights2 = _weights(fc1), _weights(fc2)
+        dtype = weights1[0].dtype
+        kernels = self._kernels_for(input_)
+        x = te_adapter.maybe_dequantize(input_, dtype).reshape(-1, fc1.in_features).contiguous()
+        flat_scales = scales.reshape(-1).float()
+        offsets1 = kernels.offsets(splits1, x.shape[0])
+        offsets2 = offsets1 if splits2 is splits1 else kernels.offsets(splits2, x.shape[0])
+
+        saves = bool(ctx1.requires_grad)
+        if saves:
+            wgrad1, wgrad2 = _first_weight(fc1).requires_grad, _first_weight(fc2).requires_grad
+            self._save_linear(fc1, ctx1, (splits1, offsets1), x if wgrad1 else None, kwargs, 0)
+        act_input, fc2_input = kernels.fc1(x, weights1, flat_scales, offsets1)
+        if saves:
+            ctx2.to_save = (act_input, scales)
+            _declare(activation, te_adapter.read_activation, ctx2)
+        shape = [*input_.shape[:-1], fc2.out_features]
+        buffer = kwargs["basic_op_kwargs"][2].get(te_adapter.GROUPED_LINEAR_OUTPUT_KEY)
+        out = te_adapter.validate_or_alloc_output(buffer, shape, dtype, input_.device)
+        kernels.fc2(fc2_input, weights2, offsets2, out.view(-1, fc2.out_features))
+        if saves:
+            ctx3.te_offload_rebuilt = wgrad2
+            self._save_linear(fc2, ctx3, (splits2, offsets2), None, kwargs, 2)
+        return out, [(), (), ()]
+
+    def _save_linear(
+        self,
+        op: Any,
+        ctx: te_adapter.OperationContext,
+        metadata: tuple[torch.Tensor, torch.Tensor],
+        x: torch.Tensor | None,
+        kwargs: dict[str, Any],
+        number: int,
+    ) -> None:
+        """Save for a GroupedLinear what its own grouped path would, in its layout: Note [Saved layouts]."""
+        ctx.use_grouped_tensor_path = True
+        ctx.dgrad_out = kwargs["basic_op_kwargs"][number].get(te_adapter.GROUPED_LINEAR_GRAD_INPUT_KEY)
+        ctx.weight_requires_grad = _first_weight(op).requires_grad
+        ctx.to_save = (*metadata, None, None, None, x, *op._get_weight_tensors())
+        _declare(op, te_adapter.read_grouped_linear, ctx)
+
+    def _check(self, input_: torch.Tensor, splits1: Any, scales: Any, splits2: Any) -> None:
+        fc1, activation, fc2 = self.basic_ops
+        if isinstance(activation, ScaledSReLU):
+            activation.check_scales(input_, scales)
+        if not input_.is_cuda:
+            for op, splits in ((fc1, splits1), (fc2, splits2)):
+                if isinstance(op, GroupedLinear):
+                    op.checked_splits(torch.empty(*input_.shape[:-1], op.in_features, device="meta"), splits)
+
+    def _forward_one_by_one(
+        self, ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]:
+        ops = list(self.basic_ops)
+        before = [kwargs["prev_op_grad_output_quantizer"], *(op.get_grad_output_quantizer() for op in ops[:-1])]
+        after = [*(op.get_input_quantizer() for op in ops[1:]), kwargs["next_op_input_quantizer"]]
+        x, extra_outputs = input_, []
+        for number, op in enumerate(ops):
+            x, extra = op.fuser_forward(
+                [ctxs[number]],
+                x,
+                basic_op_extra_inputs=[kwargs["basic_op_extra_inputs"][number]],
+                prev_op_grad_output_quantizer=before[number],
+                next_op_input_quantizer=after[number],
+                basic_op_kwargs=[kwargs["basic_op_kwargs"][number]],
+            )
+            extra_outputs += list(extra)
+        return x, extra_outputs
+
+    # Backward --------------------------------------------------------------------------------------------------------
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """The backward of the three ops, as its forward ran."""
+        ctx1, ctx2, ctx3 = basic_op_ctxs
+        if not ctx1.te_offload_fused:
+            return self._backward_one_by_one(basic_op_ctxs, grad_output, **kwargs)
+        fc1, activation, fc2 = self.basic_ops
+        te_adapter.bring_carried(fc2, ctx3)
+        _, offsets2 = ctx3.saved_tensors[:2]
+        te_adapter.bring_carried(activation, ctx2)
+        act_input, scales = ctx2.saved_tensors
+        dtype = act_input.dtype
+        dy = te_adapter.maybe_dequantize(grad_output, dtype).reshape(-1, fc2.out_features).contiguous()
+        kernels = self._kernels_for(dy)
+        flat_scales = scales.reshape(-1).float()
+        dact_input, fc2_input, dscales = kernels.fc2_dgrad(dy, _weights(fc2), act_input, flat_scales, offsets2)
+        ctx2.saved_tensors = act_input = None  # the session, or the allocator, may have its memory now
+        grads2 = self._wgrad(fc2, kernels, dy, fc2_input, offsets2) if ctx3.weight_requires_grad else None
+        del fc2_input
+
+        te_adapter.bring_carried(fc1, ctx1)
+        _, offsets1, _, _, _, x = ctx1.saved_tensors[:6]
+        shape = [*grad_output.shape[:-1], fc1.in_features]
+        grad_input = te_adapter.validate_or_alloc_output(ctx1.dgrad_out, shape, dtype, dy.device)
+        kernels.fc1_dgrad(dact_input, _weights(fc1), offsets1, grad_input.view(-1, fc1.in_features))
+        grads1 = self._wgrad(fc1, kernels, dact_input, x, offsets1) if ctx1.weight_requires_grad else None
+        none1, none2 = ([None] * len(op._get_weight_tensors()) for op in (fc1, fc2))
+        dscales = dscales.reshape(scales.shape).to(scales.dtype)
+        return grad_input, [grads1 or none1, [], grads2 or none2], [(None,), (dscales,), (None,)]
+
+    def _wgrad(
+        self, op: Any, kernels: Kernels, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor
+    ) -> list[torch.Tensor]:
+        packed = torch.empty(op.num_groups, op.out_features, op.in_features, dtype=dy.dtype, device=dy.device)
+        kernels.wgrad(dy, x, offsets, packed)
+        return [packed] if op.single_grouped_weight else list(packed.unbind(0))
+
+    def _backward_one_by_one(
+        self, ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        dy: torch.Tensor | None = grad_output
+        grads: list[Any] = []
+        extras: list[Any] = []
+        for op, ctx in zip(reversed(self.basic_ops), reversed(ctxs), strict=True):
+            if not ctx.requires_grad:
+                dy = None
+                grads.insert(0, None)
+                extras.insert(0, (None,) * op.num_extra_inputs)
+                continue
+            dy, params, extra = op.fuser_backward([ctx], dy, basic_op_grad_extra_outputs=[()])
+            grads.insert(0, next(iter(params)))
+            extras.insert(0, next(iter(extra)))
+        return dy, grads, extras
+
+    def _kernels_for(self, tensor: torch.Tensor) -> Kernels:
+        if self._kernels is None:
+            reference = os.environ.get(SWITCH) == "reference" or not tensor.is_cuda
+            self._kernels = ReferenceKernels() if reference else _sm90_kernels()
+        return self._kernels
+
+
+def _sm90_kernels() -> Kernels:
+    from te_offload.fused.kernels.sm90 import Sm90Kernels
+
+    return Sm90Kernels()
+
+
+def _declare(op: torch.nn.Module, read: Any, ctx: te_adapter.OperationContext) -> None:
+    if isinstance(op, SlotOwner):
+        op.declare(read, ctx)
+
+
+def _first_weight(op: Any) -> torch.Tensor:
+    weight: torch.Tensor = op.weight if op.single_grouped_weight else op.weight0
+    return weight
+
+
+def _weights(op: Any) -> list[torch.Tensor]:
+    """N dense weights (out_features, in_features)."""
+    if op.single_grouped_weight:
+        packed = op.weight.rowwise_data.view(op.num_groups, op.out_features, op.in_features)
+        return list(packed.unbind(0))
+    return [weight.detach() for weight in op._get_weight_tensors()]
+
+
+def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+@functools.cache
+def register() -> None:
+    """Put the fusion function before Transformer Engine's own. Does nothing the second time."""
+    te_adapter.register_joint_fusion(fuse_windows)

@@ -1,0 +1,91 @@
+"""The weights of all experts as one tensor for TMA, without copying them.
+
+In: the weights of one GroupedLinear, wherever they lie. Out: `Experts`. Keeps true: nothing is copied or moved; who
+rebinds a weight's memory gets another value. Does not: keep the weights alive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_offload.errors import ArgumentError
+
+TMA_BYTES = 16  # what addresses and strides of a TMA descriptor must be multiples of (CUDA driver API, tensor map)
+_COARSEST = 1 << 20  # bytes; a coarser step gains nothing
+
+
+@dataclass(frozen=True)
+class Experts:
+    """N weights (F, H).
+
+    Attributes:
+        view: (J, F, H), J of which overlap. table: (N,) int32, the J of each expert.
+    """
+
+    view: torch.Tensor
+    table: torch.Tensor
+
+    @classmethod
+    def of(cls, weights: Sequence[torch.Tensor]) -> Experts:
+        """See `Experts`.
+
+        Args:
+            weights: of one shape, dtype and GPU, each contiguous.
+
+        Raises:
+            ArgumentError: they are not, or one does not begin at a multiple of 16 bytes.
+        """
+        first = weights[0]
+        for number, weight in enumerate(weights):
+            if (weight.shape, weight.dtype, weight.device) != (first.shape, first.dtype, first.device):
+                raise ArgumentError(
+                    f"Expert {number}'s weight is {tuple(weight.shape)} {weight.dtype} on {weight.device}, expert 0's is "
+                    f"{tuple(first.shape)} {first.dtype} on {first.device}. Give all experts weights of one kind."
+                )
+            if not weight.is_contiguous() or weight.data_ptr() % TMA_BYTES:
+                raise ArgumentError(
+                    f"Expert {number}'s weight has strides {weight.stride()} and begins at {weight.data_ptr():#x}; it "
+                    f"must be contiguous and begin at a multiple of {TMA_BYTES} bytes."
+                )
+        begins = [weight.data_ptr() for weight in weights]
+        base, places, step = places_of(begins)
+        size = first.element_size()
+        nbytes = max(begins) - base + first.nbytes
+        storage = torch._C._construct_storage_from_data_pointer(base, first.device, nbytes)
+        rows, columns = first.shape
+        view = torch.empty(0, dtype=first.dtype, device=first.device)
+        view.set_(storage, 0, (max(places) + 1, rows, columns), (step // size, columns, 1))
+        return cls(view, torch.tensor(places, dtype=torch.int32, device=first.device))
+
+
+def places_of(begins: Sequence[int]) -> tuple[int, list[int], int]:
+    """Addresses as multiples of a step from the lowest one: that one, the multiples, and the step in bytes."""
+    base = min(begins)
+    step = math.gcd(_COARSEST, *[begin - base for begin in begins])
+    return base, [(begin - base) // step for begin in begins], step
+
+
+class ExpertsCache:
+    """The last `Experts` of each of some names, as long as the weights stay where they are."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[int, ...], Experts]] = {}
+
+    def __deepcopy__(self, memo: Any) -> ExpertsCache:
+        return ExpertsCache()  # of other weights; and a view's memory must not be copied
+
+    def __reduce__(self) -> Any:
+        return ExpertsCache, ()
+
+    def get(self, name: str, weights: Sequence[torch.Tensor]) -> Experts:
+        """`Experts.of` the weights, made anew only where one has moved."""
+        begins = tuple([weight.data_ptr() for weight in weights])
+        known = self._known.get(name)
+        if known is None or known[0] != begins or known[1].view.dtype != weights[0].dtype:
+            known = self._known[name] = begins, Experts.of(weights)
+        return known[1]

@@ -1,0 +1,49 @@
+"""What computes a fused grouped MLP, whichever device it runs on.
+
+In: dense tensors. Out: dense tensors. Keeps true: split sizes never reach the host in an implementation for a GPU. Does
+not: save tensors, or know of ops.
+
+Shapes: T tokens, N experts, H hidden, F ffn. Weights of FC1 are (F, H), of FC2 (H, F).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Kernels(Protocol):
+    """Five grouped products, two of them with the activation in their epilogue."""
+
+    def offsets(self, split_sizes: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Where each expert's rows begin and the last one's end: (N + 1,) int32, none beyond ``tokens``."""
+
+    def fc1(
+        self, x: torch.Tensor, weights: Sequence[torch.Tensor], scales: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``act_input = x @ w1.T`` and ``fc2_input = act(act_input) * scale``, both (T, F), for x (T, H)."""
+
+    def fc2(
+        self, fc2_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """``out = fc2_input @ w2.T``, (T, H)."""
+
+    def fc2_dgrad(
+        self,
+        dy: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        act_input: torch.Tensor,
+        scales: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradient by act_input (T, F), the rebuilt fc2_input (T, F), and the gradient by scales (T,) in float32."""
+
+    def fc1_dgrad(
+        self, dact_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """``out = dact_input @ w1``, (T, H)."""
+
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
+        """``out_i = dy_i.T @ x_i``, (N, columns of dy, columns of x); zero for an expert without tokens."""

@@ -1,0 +1,71 @@
+"""The fused grouped MLP in torch arithmetic: what the CPU computes, and what tests judge kernels by.
+
+In: as in `interface.Kernels`, on any device. Out: as there. Keeps true: each intermediate result is rounded where the
+kernels round it. Does not: keep the offsets from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from te_offload.ops import arithmetic
+
+
+class ReferenceKernels:
+    """See `interface.Kernels`; the activation is the scaled squared ReLU."""
+
+    def offsets(self, split_sizes: torch.Tensor, tokens: int) -> torch.Tensor:
+        """See `Kernels.offsets`."""
+        ends = split_sizes.cumsum(0).clamp(max=tokens)
+        return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+
+    def fc1(
+        self, x: torch.Tensor, weights: Sequence[torch.Tensor], scales: torch.Tensor, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernels.fc1`."""
+        act_input = x.new_empty(x.shape[0], weights[0].shape[0])
+        self.fc2(x, weights, offsets, act_input)
+        return act_input, arithmetic.scaled_srelu(act_input, scales)
+
+    def fc2(
+        self, fc2_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """See `Kernels.fc2`."""
+        arithmetic.grouped_forward(_rows(fc2_input, offsets), weights, None, None, out)
+
+    def fc2_dgrad(
+        self,
+        dy: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        act_input: torch.Tensor,
+        scales: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Kernels.fc2_dgrad`. The gradient by fc2_input is not rounded in between, as in the kernel."""
+        wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
+        dfc2_input = torch.empty(act_input.shape, dtype=wide, device=dy.device)
+        dys = [rows.to(wide) for rows in _rows(dy, offsets)]
+        arithmetic.grouped_dgrad(dys, [weight.to(wide) for weight in weights], dfc2_input)
+        dact_input, dscales = arithmetic.scaled_dsrelu(
+            dfc2_input, act_input.to(wide), scales.to(wide), need_scales=True
+        )
+        assert dscales is not None
+        return dact_input.to(dy.dtype), arithmetic.scaled_srelu(act_input, scales), dscales
+
+    def fc1_dgrad(
+        self, dact_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """See `Kernels.fc1_dgrad`."""
+        arithmetic.grouped_dgrad(_rows(dact_input, offsets), weights, out)
+
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Kernels.wgrad`."""
+        arithmetic.grouped_wgrad(_rows(x, offsets), _rows(dy, offsets), list(out.unbind(0)), accumulate=False)
+
+
+def _rows(tensor: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    sizes: list[int] = offsets.diff().tolist()
+    rows: tuple[torch.Tensor, ...] = tensor.split(sizes)
+    return rows

@@ -1,0 +1,191 @@
+"""Hopper's grouped GEMMs with the activation in their epilogue, as classes of QuACK's GEMM in CuTe DSL.
+
+In: nothing when imported. Out: kernel classes, which `sm90` compiles and launches. Keeps true: the FC2 input that the
+backward rebuilds has the bits of the forward's, since both come from the rounded activation input by the same formula;
+all else is computed in float32 and rounded once. Does not: launch, or choose tiles. Needs quack-kernels.
+
+Weights need not lie side by side. One TMA descriptor covers all experts' memory as (J, F, H) with overlapping strides: the
+third one is not a weight's length but any common divisor of the distances between the weights (16 bytes or more), and a
+table says for each expert at which multiple of it its weight begins. A tile load is in bounds of its own weight because F
+and H are the dimensions of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32
+from quack.compile_utils import make_fake_tensor
+from quack.cute_dsl_utils import mlir_namedtuple
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, EpiOp, TileStore
+from quack.epilogue.visit import _EpiModMixinBase
+from quack.gemm_sm90 import GemmSm90
+
+TABLE = "table"
+_OPTIONAL_TENSOR = cute.Tensor | None
+
+
+class ByExpert(cute.Tensor):  # type: ignore[misc]
+    """A batched tensor whose last index goes through a table.
+
+    Args:
+        tensor: (F, H, J). table: (N,) int32, J of each expert.
+    """
+
+    def __init__(self, tensor: Any, table: Any) -> None:
+        self._tensor = tensor
+        self._table = table
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return [*cutlass.extract_mlir_values(self._tensor), *cutlass.extract_mlir_values(self._table)]
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> ByExpert:
+        count = len(cutlass.extract_mlir_values(self._tensor))
+        return ByExpert(
+            cutlass.new_from_mlir_values(self._tensor, values[:count]),
+            cutlass.new_from_mlir_values(self._table, values[count:]),
+        )
+
+    def __getitem__(self, place: Any) -> Any:
+        row, column, expert = place
+        return self._tensor[row, column, self._table[expert]]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        raise TypeError("ByExpert is read by TMA only.")
+
+    def fill(self, value: Any) -> None:
+        """Not for this tensor."""
+        raise TypeError("ByExpert is read by TMA only.")
+
+    def __str__(self) -> str:
+        return f"ByExpert({self._tensor})"
+
+    value = property(lambda self: self._tensor.value)
+    element_type = property(lambda self: self._tensor.element_type)
+    dtype = property(lambda self: self._tensor.dtype)
+    memspace = property(lambda self: self._tensor.memspace)
+    iterator = property(lambda self: self._tensor.iterator)
+    leading_dim = property(lambda self: self._tensor.leading_dim)
+    layout = property(lambda self: self._tensor.layout)
+    shape = property(lambda self: self._tensor.shape)
+    stride = property(lambda self: self._tensor.stride)
+
+
+class _TableArgument(EpiOp):  # type: ignore[misc]
+    """Brings the table into the kernel; no epilogue reads it."""
+
+    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+        return make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)
+
+    def param_fields(self) -> list[Any]:
+        return [(self.name, object, None)]
+
+    def to_params(self, gemm: Any, args: Any) -> dict[str, Any]:
+        return {self.name: getattr(args, self.name)}
+
+
+class _WeightsByTable:
+    """Mixin before QuACK's GEMM: operand B goes through the table."""
+
+    _table: Any
+
+    def _setup_attributes(self, epilogue_args: Any) -> None:
+        self._table = getattr(epilogue_args, TABLE)
+        super()._setup_attributes(epilogue_args)  # type: ignore[misc]
+
+    def make_tma_load_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        *first, weights = super().make_tma_load_atoms_and_tensors(*args, **kwargs)  # type: ignore[misc]
+        return (*first, ByExpert(weights, self._table))
+
+
+_SPLIT_K = ("split_k_semaphore", "split_k_workspace")  # which QuACK's mixin asks for
+
+
+def _kernel(
+    name: str,
+    epilogue: Callable[..., dict[str, Any]],
+    *,
+    ops: Sequence[EpiOp] = (),
+    operands: Sequence[tuple[str, str]] = (),
+    outputs: Sequence[str] = (),
+    sinks: Sequence[str] = (),
+) -> type[Any]:
+    """A kernel class of this module, under its own name: QuACK's compile cache finds it by that.
+
+    Args:
+        name: the class's. epilogue: a function of the accumulator and the operands, element by element.
+        ops: load and store the operands and outputs. operands: names and kinds. outputs, sinks: names of what the epilogue
+            returns beside ``D``.
+    """
+    every = (*ops, _TableArgument(TABLE))
+    fields = [(op.name, op.arg_spec_type()) for op in every] + [(field, _OPTIONAL_TENSOR) for field in _SPLIT_K]
+    arguments = NamedTuple("EpilogueArguments", fields)  # type: ignore[misc]
+    arguments.__new__.__defaults__ = (None,) * len(fields)  # type: ignore[attr-defined]
+    arguments = mlir_namedtuple(arguments)
+    arguments.add_to_output = False  # type: ignore[attr-defined]
+    return type(
+        name,
+        (_WeightsByTable, _EpiModMixinBase, GemmSm90),
+        {
+            "__module__": __name__,
+            "__qualname__": name,
+            "_epi_ops": every,
+            "_epi_mod_fn": staticmethod(epilogue),
+            "_epi_mod_operands": tuple(operands),
+            "_epi_mod_outputs": tuple(outputs),
+            "_epi_mod_sinks": tuple(sinks),
+            "_extra_param_fields": tuple((field, _OPTIONAL_TENSOR, None) for field in _SPLIT_K),
+            "EpilogueArguments": arguments,
+        },
+    )
+
+
+def _plain(acc: Any) -> dict[str, Any]:
+    return {"D": acc}
+
+
+def _srelu_bf16(acc: Any, scale: Any) -> dict[str, Any]:
+    relu = cute.arch.fmax(acc.to(BFloat16).to(Float32), 0.0)
+    return {"D": acc, "fc2_input": relu * relu * scale}
+
+
+def _srelu_fp16(acc: Any, scale: Any) -> dict[str, Any]:
+    relu = cute.arch.fmax(acc.to(Float16).to(Float32), 0.0)
+    return {"D": acc, "fc2_input": relu * relu * scale}
+
+
+def _dsrelu(acc: Any, c: Any, scale: Any) -> dict[str, Any]:
+    relu = cute.arch.fmax(c, 0.0)
+    square = relu * relu
+    return {"D": acc * scale * (relu + relu), "fc2_input": square * scale, "dscale": (square, acc)}
+
+
+_FC2_INPUT = TileStore("fc2_input")
+_SCALE = ColVecLoad("scale")
+
+PlainGemm = _kernel("PlainGemm", _plain)
+"""``D = A @ w``: FC2, and the dgrad of FC1."""
+
+SReLUGemmBF16 = _kernel(
+    "SReLUGemmBF16", _srelu_bf16, ops=(_SCALE, _FC2_INPUT), operands=(("scale", "col"),), outputs=("fc2_input",)
+)
+"""FC1: ``D`` is the activation input, rounded; ``fc2_input`` its squared ReLU times the row's scale."""
+
+SReLUGemmFP16 = _kernel(
+    "SReLUGemmFP16", _srelu_fp16, ops=(_SCALE, _FC2_INPUT), operands=(("scale", "col"),), outputs=("fc2_input",)
+)
+
+DSReLUGemm = _kernel(
+    "DSReLUGemm",
+    _dsrelu,
+    ops=(_SCALE, _FC2_INPUT, ColVecReduce("dscale", scaled=True)),
+    operands=(("c", "c"), ("scale", "col")),
+    outputs=("fc2_input",),
+    sinks=("dscale",),
+)
+"""The dgrad of FC2 and of the activation, ``C`` being the activation input: ``D`` is that one's gradient, ``fc2_input`` is
+rebuilt, and ``dscale`` holds the parts of the scales' gradients, one a row and column of tiles.
+"""

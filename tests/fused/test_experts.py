@@ -1,0 +1,53 @@
+"""Where the weights of experts lie, as multiples of one step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from te_offload.errors import ArgumentError
+from te_offload.fused.kernels.experts import TMA_BYTES, Experts, ExpertsCache, places_of
+
+
+@given(st.lists(st.integers(0, 1 << 36).map(lambda number: number * TMA_BYTES), min_size=1, max_size=64))
+def test_each_weight_is_found_again_by_its_place(begins: list[int]) -> None:
+    base, places, step = places_of(begins)
+    assert [base + place * step for place in places] == begins
+    assert step % TMA_BYTES == 0 and min(places) == 0
+
+
+def test_view_shows_every_weight_where_it_lies() -> None:
+    block = torch.arange(3000, dtype=torch.float32)
+    weights = [block[begin : begin + 32].view(4, 8) for begin in (1000, 40, 2504)]
+    experts = Experts.of(weights)
+    assert [experts.view[place].tolist() for place in experts.table.tolist()] == [w.tolist() for w in weights]
+    assert experts.view.data_ptr() == weights[1].data_ptr()
+
+
+def test_weights_that_stay_are_looked_at_once_and_moved_ones_again() -> None:
+    weights, cache = [torch.zeros(8, 8) for _ in range(3)], ExpertsCache()
+    first = cache.get("fc1", weights)
+    assert cache.get("fc1", weights) is first
+    weights[1] = torch.zeros(8, 8)
+    assert cache.get("fc1", weights) is not first
+
+
+def test_copy_of_a_cache_knows_nothing() -> None:
+    cache = ExpertsCache()
+    first = cache.get("fc1", [torch.zeros(8, 8)])
+    assert copy.deepcopy(cache).get("fc1", [torch.zeros(8, 8)]) is not first
+
+
+def test_weights_of_two_kinds_are_an_error() -> None:
+    with pytest.raises(ArgumentError, match="Expert 1's weight is"):
+        Experts.of([torch.zeros(8, 8), torch.zeros(8, 16)])
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(9, 8).T[:8], torch.zeros(65)[1:].view(8, 8)])
+def test_weight_that_tma_cannot_read_is_an_error(weight: torch.Tensor) -> None:
+    with pytest.raises(ArgumentError, match="multiple of 16 bytes"):
+        Experts.of([weight])

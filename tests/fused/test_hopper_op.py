@@ -1,0 +1,212 @@
+"""The fused grouped MLP with the arithmetic of its kernels in torch: slots, gradients, hand-over, copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint
+
+from te_offload import Fate, OffloadSession, Reason, ops
+from te_offload.errors import ArgumentError
+from te_offload.fused import find_windows, hopper
+from te_offload.fused.hopper import HopperGroupedMLP
+from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
+from tests.support.reference import activate, grouped_linear
+from tests.support.tolerances import assert_close_to_fp64
+
+SPLITS = (3, 0, 7, 1)
+
+
+@pytest.fixture(autouse=True)
+def in_torch_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "reference")
+
+
+def mlp(**options: Any) -> te.ops.Sequential:
+    torch.manual_seed(0)
+    return make_mlp(experts=len(SPLITS), **options)
+
+
+def fused_ops(sequential: te.ops.Sequential) -> list[HopperGroupedMLP]:
+    """The fused ops that a Sequential ran with."""
+    groups = [group for group in sequential._module_groups if hasattr(group, "_forward_ops")]
+    return [op for group in groups for op, _ in group._forward_ops if isinstance(op, HopperGroupedMLP)]
+
+
+def fc2_row(session: OffloadSession) -> Any:
+    return next(row for row in session.records[-1].slots if row.slot == "fc2_input")
+
+
+@pytest.mark.parametrize("splits", [SPLITS, (0, 0, 11, 0), (1, 1, 1, 1)])
+def test_output_and_every_gradient_are_near_fp64(splits: Sequence[int]) -> None:
+    module = mlp()
+    found = run(module, splits)
+    assert len(fused_ops(module)) == 1
+    x, _, scales = (tensor.detach() for tensor in make_inputs(splits))
+    weights = [p.detach().double().requires_grad_() for p in module.parameters()]
+    x, scales = x.double().requires_grad_(), scales.double().requires_grad_()
+    act_input = grouped_linear(x, splits, weights[: len(splits)])
+    output = grouped_linear(activate("srelu", act_input, scales), splits, weights[len(splits) :])
+    output.square().sum().backward()
+    names = [name for name, _ in module.named_parameters()]
+    expected = dict(zip(names, (weight.grad for weight in weights), strict=True))
+    for name, reference in (expected | {"output": output, "input0": x.grad, "input1": scales.grad}).items():
+        assert reference is not None
+        assert_close_to_fp64(found[name], reference, torch.float32, name)
+
+
+def test_fused_and_unfused_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = run(mlp(), SPLITS)
+    monkeypatch.setenv(hopper.SWITCH, "0")
+    module = mlp()
+    unfused = run(module, SPLITS)
+    assert not fused_ops(module)
+    assert fused.keys() == unfused.keys()
+    for name, value in fused.items():
+        assert_close_to_fp64(value, unfused[name].double(), torch.float32, name)
+
+
+def test_fc2_input_is_rebuilt_and_the_two_others_move_without_changing_a_bit() -> None:
+    expected, module = run(mlp(), SPLITS), mlp()
+    with OffloadSession([module], min_bytes=0) as session:
+        with session.step():
+            found = run(module, SPLITS)
+        record = session.records[-1]
+        assert record.bytes_out == record.bytes_back == sum(SPLITS) * (16 + 32) * 4
+        assert (fc2_row(session).fate, fc2_row(session).reason) == (Fate.RECOMPUTED, Reason.REBUILT)
+    assert_same_bits(expected, found)
+
+
+@pytest.mark.parametrize("keep", ["fc1_input", "act_input", "fc2_input"])
+def test_kept_slot_stays_and_the_others_go(keep: str) -> None:
+    expected, module = run(mlp(), SPLITS), mlp(keep=[keep])
+    with OffloadSession([module], min_bytes=0) as session:
+        with session.step():
+            found = run(module, SPLITS)
+        fates = {row.slot.value: row.fate for row in session.records[-1].slots}
+    going = {"fc1_input": Fate.OFFLOADED, "act_input": Fate.OFFLOADED, "fc2_input": Fate.RECOMPUTED}
+    if keep != "fc2_input":
+        going[keep] = Fate.KEPT
+    assert fates == going
+    assert_same_bits(expected, found)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_window_gives_the_same_bits(reentrant: bool) -> None:
+    class Checkpointed(torch.nn.Module):
+        def __init__(self, inner: te.ops.Sequential) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor, *extra: torch.Tensor) -> Any:
+            return checkpoint(self.inner, x, *extra, use_reentrant=reentrant)
+
+    expected = run(mlp(), SPLITS)
+    found = run(Checkpointed(mlp()), SPLITS)
+    assert_same_bits(expected, {name.removeprefix("inner."): value for name, value in found.items()})
+
+
+@pytest.mark.parametrize("frozen", ["0.", "2."])
+def test_frozen_linear_gets_no_gradient_and_all_else_keeps_its_own(frozen: str) -> None:
+    expected, module = run(mlp(), SPLITS), mlp()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    found = run(module, SPLITS)
+    assert_same_bits({name: value for name, value in expected.items() if not name.startswith(frozen)}, found)
+
+
+def test_window_of_which_only_fc2_needs_a_gradient_runs_op_by_op() -> None:
+    expected, module = run(mlp(), SPLITS), mlp()
+    for parameter in module[0].parameters():
+        parameter.requires_grad_(False)
+    x, sizes, scales = make_inputs(SPLITS)
+    output = module(x.detach(), sizes, scales.detach(), sizes)
+    output.square().sum().backward()
+    fused = fused_ops(module)[0]
+    assert torch.equal(output, expected["output"])
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is None or torch.allclose(parameter.grad, expected[name], rtol=1e-5)
+    assert module[2].weight0.grad is not None
+    assert isinstance(fused, HopperGroupedMLP)
+
+
+def test_non_contiguous_gradient_gives_what_a_contiguous_one_does() -> None:
+    results = []
+    for contiguous in (True, False):
+        module = mlp()
+        x, sizes, scales = make_inputs(SPLITS)
+        grad = torch.ones(1).expand(sum(SPLITS), 16)
+        module(x, sizes, scales, sizes).backward(grad.contiguous() if contiguous else grad)
+        assert x.grad is not None
+        results.append(x.grad)
+    assert torch.equal(*results)
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    assert_same_bits(run(mlp(), SPLITS), run(mlp(), SPLITS))
+
+
+def test_without_tokens_everything_is_empty_or_zero() -> None:
+    found = run(mlp(), (0, 0, 0, 0))
+    assert found["output"].shape == (0, 16)
+    assert not found["0.weight1"].any() and not found["2.weight2"].any()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copy_of_a_module_that_has_run_computes_with_its_own_weights(copied: Any) -> None:
+    module = mlp()
+    run(module, SPLITS)
+    other = copied(module)
+    with torch.no_grad():
+        other[0].weight2.mul_(2)
+    assert not torch.equal(run(module, SPLITS)["output"], run(other, SPLITS)["output"])
+    assert_same_bits(run(module, SPLITS), run(mlp(), SPLITS))
+
+
+def test_split_sizes_of_the_two_linears_are_checked_each() -> None:
+    x, sizes, scales = make_inputs(SPLITS)
+    with pytest.raises(ArgumentError, match="sum to 12 tokens"):
+        mlp()(x, sizes, scales, sizes + torch.tensor([1, 0, 0, 0]))
+
+
+def test_router_scales_of_another_shape_are_an_error() -> None:
+    x, sizes, scales = make_inputs(SPLITS)
+    with pytest.raises(ArgumentError, match="one scale a row"):
+        mlp()(x, sizes, scales[:-1], sizes)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"activation": "swiglu"}, "its activation is ScaledSwiGLU"),
+        ({"activation": "tanh-srelu"}, "its activation is ScaledTanhSReLU"),
+        ({"fc1": {"bias": True}}, "FC1 has a bias"),
+        ({"fc2": {"bias": True, "scale_bias": True}}, "FC2 has a bias"),
+        ({"hidden": 20}, "FC1 is 20 x 32, which are not both multiples of 8"),
+        ({"fc1": {"accumulate_into_main_grad": True}}, "FC1 accumulates into main_grad"),
+        ({"fc2": {"delay_wgrad_compute": True}}, "FC2 delays its wgrad"),
+    ],
+)
+def test_window_that_is_not_taken_says_why(options: dict[str, Any], reason: str) -> None:
+    module = mlp(**options)
+    window = next(find_windows(list(module)))
+    assert reason in hopper.explain(window).reason
+    assert hopper.fuse_windows(list(module)) == list(module)
+
+
+def test_windows_are_not_taken_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(hopper.SWITCH)
+    assert "is not set to 1" in hopper.explain(next(find_windows(list(mlp())))).reason
+
+
+def test_window_of_plain_te_ops_is_left_alone() -> None:
+    linear = {"bias": False, "device": "cpu", "dtype": torch.float32}
+    plain = [te.ops.GroupedLinear(2, 16, 32, **linear), te.ops.ScaledSReLU(), te.ops.GroupedLinear(2, 32, 16, **linear)]
+    assert hopper.fuse_windows(plain) == plain
+    assert isinstance(hopper.fuse_windows([plain[0], ops.ScaledSReLU(), plain[2]])[0], HopperGroupedMLP)

@@ -1,0 +1,28 @@
+"""Every Hopper kernel compiles, also where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_kernel_compiles_for_sm_90a(tmp_path: Path) -> None:
+    pytest.importorskip("quack")
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.compile_sm90"],
+        cwd=ROOT,
+        env=os.environ | {"QUACK_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.count("6 launches") == 2
+    # fc1, fc2_dgrad, and plain ones with weights as they are and transposed; wgrad: for two dtypes
+    assert len(list(tmp_path.rglob("*.o"))) == 2 * 5

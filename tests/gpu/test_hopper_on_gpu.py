@@ -1,0 +1,195 @@
+"""The fused grouped MLP on a Hopper GPU: near FP64, deterministic, the same bits with and without offloading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+from te_offload import Fate, OffloadSession
+from te_offload.fused import hopper
+from te_offload.fused.hopper import HopperGroupedMLP
+from te_offload.fused.kernels.reference import ReferenceKernels
+from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, FFN = 256, 384
+SPLITS = {
+    "even": (128, 128, 128, 128),
+    "ragged": (16, 301, 47, 148),
+    "empty and one-token": (0, 355, 1, 0),
+    "no tokens": (0, 0, 0, 0),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are Hopper's (compute capability 9.0)")
+    monkeypatch.setenv(hopper.SWITCH, "1")
+
+
+def mlp(dtype: torch.dtype = torch.bfloat16, **options: Any) -> te.ops.Sequential:
+    torch.manual_seed(0)
+    return make_mlp(experts=4, hidden=HIDDEN, ffn=FFN, device="cuda", dtype=dtype, **options)
+
+
+def fused_run(module: te.ops.Sequential, splits: Sequence[int]) -> dict[str, torch.Tensor]:
+    """One step, of which the fused op's kernels took both ways."""
+    found = run(module, splits, hidden=HIDDEN)
+    fused = next(op for op, _ in module._module_groups[0]._forward_ops)
+    assert isinstance(fused, HopperGroupedMLP) and not isinstance(fused._kernels, ReferenceKernels)
+    return found
+
+
+def poison() -> None:
+    """Leave NaN in the memory that the next allocations get."""
+    blocks = [torch.full((size,), float("nan"), device="cuda") for size in (1 << 10, 1 << 16, 1 << 20, 1 << 22) * 4]
+    del blocks
+
+
+def fp64_run(module: te.ops.Sequential, splits: Sequence[int]) -> dict[str, torch.Tensor]:
+    """The same step in float64 on the CPU, from the same bits."""
+    weights = {name: p.detach().cpu().double().requires_grad_() for name, p in module.named_parameters()}
+    dtype = next(module.parameters()).dtype
+    x, _, scales = (t.detach().double() for t in make_inputs(splits, HIDDEN, dtype=dtype))
+    x.requires_grad_()
+    scales.requires_grad_()
+    rows = zip(x.split(list(splits)), scales.split(list(splits)), strict=True)
+    output = torch.cat(
+        [
+            (torch.relu(part @ weights[f"0.weight{i}"].T) ** 2 * scale[:, None]) @ weights[f"2.weight{i}"].T
+            for i, (part, scale) in enumerate(rows)
+        ]
+    )
+    rounded = output + (output.detach().to(dtype).double() - output.detach())  # the loss sees the rounded output
+    rounded.square().sum().backward()
+    results: dict[str, torch.Tensor] = {"output": output.detach()}
+    for name, tensor in (weights | {"input0": x, "input1": scales}).items():
+        assert tensor.grad is not None
+        results[name] = tensor.grad
+    return results
+
+
+def errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """RMS and largest error."""
+    off = found.cpu().double() - expected
+    return off.square().mean().sqrt().item(), off.abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    module = mlp(dtype)
+    poison()
+    found, expected = fused_run(module, splits), fp64_run(module, splits)
+    monkeypatch.setenv(hopper.SWITCH, "0")
+    unfused = run(mlp(dtype), splits, hidden=HIDDEN)
+    assert found.keys() == unfused.keys() == expected.keys()
+    for name, reference in expected.items():
+        assert found[name].shape == reference.shape
+        if reference.numel() == 0 or not reference.any():
+            assert not found[name].any(), name
+            continue
+        (ours, our_most), (theirs, their_most) = errors(found[name], reference), errors(unfused[name], reference)
+        print(f"{name}: rms {ours:.3e} (te {theirs:.3e}), max {our_most:.3e} (te {their_most:.3e})")
+        assert ours <= 1.05 * theirs and our_most <= 1.5 * their_most, name
+
+
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_two_runs_give_the_same_bits(splits: tuple[int, ...]) -> None:
+    first = fused_run(mlp(), splits)
+    poison()
+    assert_same_bits(first, fused_run(mlp(), splits))
+
+
+def test_weights_that_moved_between_steps_are_found() -> None:
+    module = mlp()
+    expected = fused_run(module, SPLITS["ragged"])
+    kept = [parameter.data for parameter in module.parameters()]
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+    for old in kept:
+        old.fill_(float("nan"))
+    assert_same_bits(expected, fused_run(module, SPLITS["ragged"]))
+
+
+def test_single_grouped_weight_gives_the_bits_of_separate_ones() -> None:
+    separate, grouped = mlp(), mlp(single_grouped_weight=True)
+    expected = fused_run(separate, SPLITS["ragged"])
+    run(grouped, SPLITS["ragged"], hidden=HIDDEN)  # which makes the grouped weight
+    with torch.no_grad():
+        for layer in (0, 2):
+            packed = grouped[layer].weight.rowwise_data.view(4, -1)
+            packed.copy_(torch.stack([getattr(separate[layer], f"weight{i}").flatten() for i in range(4)]))
+    found = fused_run(grouped, SPLITS["ragged"])
+    for layer in (0, 2):
+        gradient = found.pop(f"{layer}.weight")
+        found |= {f"{layer}.weight{i}": part for i, part in enumerate(gradient.unbind(0))}
+    assert_same_bits(dict(sorted(expected.items())), dict(sorted(found.items())))
+
+
+@pytest.mark.parametrize("where", ["separate weights", "one grouped weight"])
+def test_offloading_changes_no_bit_and_moves_two_slots(where: str) -> None:
+    options: dict[str, Any] = {"single_grouped_weight": True} if where == "one grouped weight" else {}
+    splits, expected, module = SPLITS["ragged"], fused_run(mlp(**options), SPLITS["ragged"]), mlp(**options)
+    with OffloadSession([module], min_bytes=0, max_in_flight=0, verify=True) as session:
+        for _ in range(3):
+            with session.step():
+                found = fused_run(module, splits)
+            assert_same_bits(expected, found)
+        record = session.records[-1]
+    assert record.bytes_out == record.bytes_back >= sum(splits) * (HIDDEN + FFN) * 2
+    assert {row.slot.value: row.fate for row in record.slots}["fc2_input"] is Fate.RECOMPUTED
+
+
+def test_split_sizes_on_the_host_go_op_by_op() -> None:
+    module = mlp()
+    x, sizes, scales = make_inputs(SPLITS["ragged"], HIDDEN, device="cuda", dtype=torch.bfloat16)
+    on_host = sizes.cpu()
+    expected = run(mlp(), SPLITS["ragged"], hidden=HIDDEN)["output"]
+    output = module(x, on_host, scales, on_host)
+    fused = next(op for op, _ in module._module_groups[0]._forward_ops)
+    assert fused._kernels is None
+    torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_split_sizes_that_ask_for_too_many_rows_touch_no_other_memory() -> None:
+    x, sizes, scales = make_inputs(SPLITS["ragged"], HIDDEN, device="cuda", dtype=torch.bfloat16)
+    module = mlp()
+    expected = module(x, sizes, scales, sizes)
+    more = sizes + torch.tensor([0, 0, 0, 4096], device="cuda")
+    assert torch.equal(module(x, more, scales, more), expected)
+
+
+def test_forward_and_backward_are_captured_in_a_cuda_graph_and_follow_new_split_sizes() -> None:
+    module = mlp()
+    x, sizes, scales = make_inputs(SPLITS["ragged"], HIDDEN, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn_like(x).detach()
+    parameters = list(module.parameters())
+
+    def step() -> tuple[torch.Tensor, ...]:
+        output = module(x, sizes, scales, sizes)
+        return output, *torch.autograd.grad(output, [x, scales, *parameters], dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for splits in ((16, 301, 47, 148), (500, 0, 12, 0)):
+        sizes.copy_(torch.tensor(splits))
+        graph.replay()
+        for one, other in zip(captured, step(), strict=True):
+            assert torch.equal(one, other)

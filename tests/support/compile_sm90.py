@@ -1,0 +1,60 @@
+"""Compiles every Hopper kernel on a machine without a GPU: ``python -m tests.support.compile_sm90``.
+
+QuACK traces and compiles for ``sm_90a`` with fake tensors; what needs a driver is replaced: the number of clusters that a
+card runs at once, which is no part of a kernel, and the launch.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a", "CUDA_VISIBLE_DEVICES": ""}
+
+import quack.gemm
+import quack.gemm_runtime.host
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from te_offload.fused.kernels import sm90
+from te_offload.fused.kernels.experts import Experts
+
+EXPERTS, HIDDEN, FFN, TOKENS = 4, 512, 384, 1024
+
+
+def compile_all(dtype: torch.dtype) -> int:
+    """Run forward and backward without launching; the number of launches that there would have been."""
+    launches = 0
+
+    def count(*_: object, **__: object) -> None:
+        nonlocal launches
+        launches += 1
+
+    def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device="cuda")
+
+    def any_number(*_: object, **__: object) -> int:
+        return 66
+
+    def experts(name: str, weights: object) -> Experts:
+        return of_fc1 if name == "fc1" else of_fc2
+
+    vars(sm90)["run_gemm_epi_plan"] = quack.gemm.run_gemm_plan = count
+    quack.gemm.get_max_active_clusters = quack.gemm_runtime.host.get_max_active_clusters = any_number
+    kernels = sm90.Sm90Kernels()
+    table, offsets = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS + 1, dtype=torch.int32)
+    of_fc1, of_fc2 = Experts(empty(EXPERTS, FFN, HIDDEN), table), Experts(empty(EXPERTS, HIDDEN, FFN), table)
+    kernels._experts.get = experts  # type: ignore[method-assign]
+    x, scales = empty(TOKENS, HIDDEN), empty(TOKENS, dtype=torch.float32)
+    act_input, fc2_input = kernels.fc1(x, [], scales, offsets)
+    kernels.fc2(fc2_input, [], offsets, torch.empty_like(x))
+    dact_input, fc2_input, _ = kernels.fc2_dgrad(x, [], act_input, scales, offsets)
+    kernels.wgrad(x, fc2_input, offsets, of_fc2.view)
+    kernels.fc1_dgrad(dact_input, [], offsets, torch.empty_like(x))
+    kernels.wgrad(dact_input, x, offsets, of_fc1.view)
+    return launches
+
+
+if __name__ == "__main__":
+    with FakeTensorMode():
+        for dtype in (torch.bfloat16, torch.float16):
+            print(dtype, compile_all(dtype), "launches")
