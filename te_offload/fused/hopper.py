@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 
+from te_offload.errors import SavedTensorModifiedError
 from te_offload.fused.kernels.interface import Kernels
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.support import Support
@@ -161,7 +162,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         splits1, scales, splits2 = extra_inputs[0][0], extra_inputs[1][0], extra_inputs[2][0]
         self._check(input_, splits1, scales, splits2)
         weights1, weights2 = _weights(fc1), _weights(fc2)
-        dtype = weights1[0].dtype
+        dtype = _first_weight(fc1).dtype
         kernels = self._kernels_for(input_)
         x = te_adapter.maybe_dequantize(input_, dtype).reshape(-1, fc1.in_features).contiguous()
         flat_scales = scales.reshape(-1).float()
@@ -171,6 +172,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         saves = bool(ctx1.requires_grad)
         if saves:
             wgrad1, wgrad2 = _first_weight(fc1).requires_grad, _first_weight(fc2).requires_grad
+            ctx1.te_offload_versions = [weight._version for weight in (*_parameters(fc1), *_parameters(fc2))]
             self._save_linear(fc1, ctx1, (splits1, offsets1), x if wgrad1 else None, kwargs, 0)
         act_input, fc2_input = kernels.fc1(x, weights1, flat_scales, offsets1)
         if saves:
@@ -194,11 +196,13 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         kwargs: dict[str, Any],
         number: int,
     ) -> None:
-        """Save for a GroupedLinear what its own grouped path would, in its layout: Note [Saved layouts]."""
-        ctx.use_grouped_tensor_path = True
+        """Save for a GroupedLinear what its own grouped path would, in its layout, but for the weights: to pass hundreds of
+        them through autograd takes the host longer than all else, and the backward finds them on the op.
+        """
+        ctx.use_grouped_tensor_path = ctx.te_offload_weights_apart = True
         ctx.dgrad_out = kwargs["basic_op_kwargs"][number].get(te_adapter.GROUPED_LINEAR_GRAD_INPUT_KEY)
         ctx.weight_requires_grad = _first_weight(op).requires_grad
-        ctx.to_save = (*metadata, None, None, None, x, *op._get_weight_tensors())
+        ctx.to_save = (*metadata, None, None, None, x)
         _declare(op, te_adapter.read_grouped_linear, ctx)
 
     def _check(self, input_: torch.Tensor, splits1: Any, scales: Any, splits2: Any) -> None:
@@ -239,6 +243,12 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if not ctx1.te_offload_fused:
             return self._backward_one_by_one(basic_op_ctxs, grad_output, **kwargs)
         fc1, activation, fc2 = self.basic_ops
+        now = [weight._version for weight in (*_parameters(fc1), *_parameters(fc2))]
+        if now != ctx1.te_offload_versions:
+            raise SavedTensorModifiedError(
+                f"{type(fc1).__name__}: a weight was written to in place between the forward and its backward, so "
+                "gradients would be wrong. Call optimizer.step() after the backward."
+            )
         te_adapter.bring_carried(fc2, ctx3)
         _, offsets2 = ctx3.saved_tensors[:2]
         te_adapter.bring_carried(activation, ctx2)
@@ -258,7 +268,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         grad_input = te_adapter.validate_or_alloc_output(ctx1.dgrad_out, shape, dtype, dy.device)
         kernels.fc1_dgrad(dact_input, _weights(fc1), offsets1, grad_input.view(-1, fc1.in_features))
         grads1 = self._wgrad(fc1, kernels, dact_input, x, offsets1) if ctx1.weight_requires_grad else None
-        none1, none2 = ([None] * len(op._get_weight_tensors()) for op in (fc1, fc2))
+        none1, none2 = ([None] * len(_parameters(op)) for op in (fc1, fc2))
         dscales = dscales.reshape(scales.shape).to(scales.dtype)
         return grad_input, [grads1 or none1, [], grads2 or none2], [(None,), (dscales,), (None,)]
 
@@ -314,7 +324,12 @@ def _weights(op: Any) -> list[torch.Tensor]:
     if op.single_grouped_weight:
         packed = op.weight.rowwise_data.view(op.num_groups, op.out_features, op.in_features)
         return list(packed.unbind(0))
-    return [weight.detach() for weight in op._get_weight_tensors()]
+    return _parameters(op)
+
+
+def _parameters(op: Any) -> list[torch.Tensor]:
+    """The parameters, which are weights alone, in order; asking for each by its name takes the host a microsecond."""
+    return [parameter for parameter in op._parameters.values() if parameter is not None]
 
 
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:

@@ -13,7 +13,7 @@ import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 
 from te_offload import Fate, OffloadSession, Reason, ops
-from te_offload.errors import ArgumentError
+from te_offload.errors import ArgumentError, SavedTensorModifiedError
 from te_offload.fused import find_windows, hopper
 from te_offload.fused.hopper import HopperGroupedMLP
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
@@ -167,6 +167,17 @@ def test_copy_of_a_module_that_has_run_computes_with_its_own_weights(copied: Any
         other[0].weight2.mul_(2)
     assert not torch.equal(run(module, SPLITS)["output"], run(other, SPLITS)["output"])
     assert_same_bits(run(module, SPLITS), run(mlp(), SPLITS))
+
+
+@pytest.mark.parametrize("name", ["0.weight1", "2.weight3"])
+def test_weight_written_to_between_forward_and_backward_is_an_error(name: str) -> None:
+    module = mlp()
+    x, sizes, scales = make_inputs(SPLITS)
+    output = module(x, sizes, scales, sizes)
+    with torch.no_grad():
+        module.get_parameter(name).mul_(2)
+    with pytest.raises(SavedTensorModifiedError, match="optimizer.step"):
+        output.sum().backward()
 
 
 def test_split_sizes_of_the_two_linears_are_checked_each() -> None:

@@ -58,7 +58,7 @@ class Experts:
         nbytes = max(begins) - base + first.nbytes
         storage = torch._C._construct_storage_from_data_pointer(base, first.device, nbytes)
         rows, columns = first.shape
-        view = torch.empty(0, dtype=first.dtype, device=first.device)
+        view = torch.empty(0, dtype=first.dtype, device=first.device)  # no part of any autograd graph
         view.set_(storage, 0, (max(places) + 1, rows, columns), (step // size, columns, 1))
         return cls(view, torch.tensor(places, dtype=torch.int32, device=first.device))
 

@@ -194,6 +194,8 @@ def read_grouped_linear(op: Any, ctx: OperationContext, *, take: bool = False) -
     release = require_supported_release()
     grouped = bool(getattr(ctx, "use_grouped_tensor_path", False))
     inputs, weights = (1, _num_weights(op)) if grouped else (op.num_groups, op.num_groups)
+    if getattr(ctx, "te_offload_weights_apart", False):
+        weights = 0
     scales = 1 if op._scale_bias else 0
     rebuilt = bool(getattr(ctx, "te_offload_rebuilt", False))
     end_of_metadata, end_of_scales, groups = _unfused_places(len(saved), scales, inputs, weights, rebuilt)
@@ -216,7 +218,7 @@ def _unfused_places(
     count: int, scales: int, inputs: int, weights: int, rebuilt: bool
 ) -> tuple[int, int, tuple[_Group, ...]]:
     """Where metadata and router scales of an unfused GroupedLinear end, and its slot; ``count`` entries in all. The input
-    may be absent because te_offload's fused op rebuilds it, which saves in this layout too.
+    may be absent because te_offload's fused op rebuilds it, which saves in this layout too, without weights.
     """
     end_of_input = count - weights
     end_of_scales = end_of_input - inputs
