@@ -176,7 +176,7 @@ def test_weight_written_to_between_forward_and_backward_is_an_error(name: str) -
     output = module(x, sizes, scales, sizes)
     with torch.no_grad():
         module.get_parameter(name).mul_(2)
-    with pytest.raises(SavedTensorModifiedError, match="optimizer.step"):
+    with pytest.raises(SavedTensorModifiedError, match=r"optimizer\.step"):
         output.sum().backward()
 
 
