@@ -92,10 +92,10 @@ class Case:
         act_input, offsets = self.bare_forward()
         dact, fc2_input, _ = kernels.fc2_dgrad(self.dy, self.weights2, act_input, self.scales.detach(), offsets)
         dw2 = x.new_empty(len(self.weights2), self.hidden, self.ffn)
-        kernels.wgrad(self.dy, fc2_input, offsets, dw2)
+        kernels.wgrad(self.dy, fc2_input, offsets, dw2, accumulate=False)
         kernels.fc1_dgrad(dact, self.weights1, offsets, torch.empty_like(x))
         dw1 = x.new_empty(len(self.weights1), self.ffn, self.hidden)
-        kernels.wgrad(dact, x, offsets, dw1)
+        kernels.wgrad(dact, x, offsets, dw1, accumulate=False)
         return dw1, dw2
 
     def bare_forward(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,8 +69,6 @@ def _structure_reason(window: Window) -> str | None:
             return f"{name} has a bias"
         if op.in_features % _ALIGNED or op.out_features % _ALIGNED:
             return f"{name} is {op.in_features} x {op.out_features}, which are not both multiples of {_ALIGNED}"
-        if op._accumulate_into_main_grad:
-            return f"{name} accumulates into main_grad"
         if op.need_backward_dw():
             return f"{name} delays its wgrad"
     fc1: Any = window.fc1
@@ -134,6 +132,11 @@ class HopperGroupedMLP(te.ops.FusedOperation):
                 return f"a weight is on {weight.device}, the input on {input_.device}"
             if weight.dtype != _compute_dtype(weight):
                 return f"a weight is {weight.dtype}, autocast asks for {_compute_dtype(weight)}"
+        for op in (fc1, fc2):
+            if op._accumulate_into_main_grad:
+                dtype = te_adapter.main_grad_of(_first_weight(op)).dtype  # an error here if there is none
+                if input_.is_cuda and dtype not in (*_DTYPES, torch.float32):
+                    return f"main_grad is {dtype}"
         if input_.is_cuda:
             if _first_weight(fc1).dtype not in _DTYPES:
                 return f"there are no kernels for {_first_weight(fc1).dtype}"
@@ -165,7 +168,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         dtype = _first_weight(fc1).dtype
         kernels = self._kernels_for(input_)
         x = te_adapter.maybe_dequantize(input_, dtype).reshape(-1, fc1.in_features).contiguous()
-        flat_scales = scales.reshape(-1).float()
+        flat_scales = _wide(scales)
         offsets1 = kernels.offsets(splits1, x.shape[0])
         offsets2 = offsets1 if splits2 is splits1 else kernels.offsets(splits2, x.shape[0])
 
@@ -256,7 +259,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         dtype = act_input.dtype
         dy = te_adapter.maybe_dequantize(grad_output, dtype).reshape(-1, fc2.out_features).contiguous()
         kernels = self._kernels_for(dy)
-        flat_scales = scales.reshape(-1).float()
+        flat_scales = _wide(scales)
         dact_input, fc2_input, dscales = kernels.fc2_dgrad(dy, _weights(fc2), act_input, flat_scales, offsets2)
         ctx2.saved_tensors = act_input = None  # the session, or the allocator, may have its memory now
         grads2 = self._wgrad(fc2, kernels, dy, fc2_input, offsets2) if ctx3.weight_requires_grad else None
@@ -274,10 +277,30 @@ class HopperGroupedMLP(te.ops.FusedOperation):
 
     def _wgrad(
         self, op: Any, kernels: Kernels, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor
-    ) -> list[torch.Tensor]:
-        packed = torch.empty(op.num_groups, op.out_features, op.in_features, dtype=dy.dtype, device=dy.device)
-        kernels.wgrad(dy, x, offsets, packed)
-        return [packed] if op.single_grouped_weight else list(packed.unbind(0))
+    ) -> list[torch.Tensor | None]:
+        """Compute the weights' gradients, into ``main_grad`` where asked; one a parameter."""
+        shape = (op.num_groups, op.out_features, op.in_features)
+        if not op._accumulate_into_main_grad:
+            packed = torch.empty(shape, dtype=dy.dtype, device=dy.device)
+            kernels.wgrad(dy, x, offsets, packed, accumulate=False)
+            return [packed] if op.single_grouped_weight else list(packed.unbind(0))
+        weights: Any = _parameters(op)
+        accumulate = te_adapter.accumulates_into_main_grad(weights[0])
+        grads = [te_adapter.main_grad_of(weight) for weight in weights]
+        if op.single_grouped_weight:
+            together: torch.Tensor | None = te_adapter.view_main_grad_as_grouped_buffer(
+                grads[0], shape[0], shape[1:], label="weight"
+            )
+        else:
+            together = _as_one(grads)
+        if together is not None:
+            kernels.wgrad(dy, x, offsets, together, accumulate=accumulate)
+        else:
+            packed = torch.empty(shape, dtype=grads[0].dtype, device=dy.device)
+            kernels.wgrad(dy, x, offsets, packed, accumulate=False)
+            add_or_copy = torch._foreach_add_ if accumulate else torch._foreach_copy_
+            add_or_copy([grad.view(shape[1:]) for grad in grads], list(packed.unbind(0)))
+        return te_adapter.dummy_grads(weights)
 
     def _backward_one_by_one(
         self, ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
@@ -330,6 +353,23 @@ def _weights(op: Any) -> list[torch.Tensor]:
 def _parameters(op: Any) -> list[torch.Tensor]:
     """The parameters, which are weights alone, in order; asking for each by its name takes the host a microsecond."""
     return [parameter for parameter in op._parameters.values() if parameter is not None]
+
+
+def _as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Tensors that lie one behind the other in one storage, as one with a dimension more; ``None`` if they do not."""
+    first = tensors[0]
+    for number, tensor in enumerate(tensors):
+        there = tensor.shape == first.shape and tensor.dtype is first.dtype and tensor.is_contiguous()
+        if not there or tensor.data_ptr() != first.data_ptr() + number * first.nbytes:
+            return None
+        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+def _wide(scales: torch.Tensor) -> torch.Tensor:
+    """Router scales, flat, in float32 or wider."""
+    return scales.reshape(-1).to(torch.float64 if scales.dtype is torch.float64 else torch.float32)
 
 
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:

@@ -254,7 +254,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             grads = [te_adapter.main_grad_of(weight) for weight in weights]
             if self.single_grouped_weight:
                 grads = list(te_adapter.view_main_grad_as_grouped_buffer(grads[0], shape[0], shape[1:], label="weight"))
-            results = [self._cpu_dummy_grad(weight) for weight in weights]
+            results = te_adapter.dummy_grads(weights)
         else:
             packed = torch.empty(shape, dtype=ctx.dtype, device=dys[0].device)
             grads = list(packed)
@@ -266,12 +266,3 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             return results if self._accumulate_into_main_grad else [None] * len(weights)
         wgrad(xs, dys, grads)
         return results
-
-    @staticmethod
-    def _cpu_dummy_grad(weight: torch.nn.Parameter) -> torch.Tensor | None:
-        """The stand-in for ``.grad`` of Megatron's protocol, where the weight takes part in it; see TE's ops/_common.py."""
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-        return make(weight.shape, dtype=weight.dtype)

@@ -180,6 +180,39 @@ def test_weight_written_to_between_forward_and_backward_is_an_error(name: str) -
         output.sum().backward()
 
 
+@pytest.mark.parametrize("overwrite", [False, True], ids=["added", "overwritten"])
+@pytest.mark.parametrize("where", ["apart", "one behind the other", "one grouped weight"])
+def test_main_grad_receives_the_weight_gradients(monkeypatch: pytest.MonkeyPatch, where: str, overwrite: bool) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    single, experts = where == "one grouped weight", range(len(SPLITS))
+    expected = run(mlp(), SPLITS)
+    module = mlp(accumulate_into_main_grad=True, single_grouped_weight=single)
+    for layer in (0, 2):
+        parameters = list(module[layer].parameters())
+        sizes = [parameter.numel() for parameter in parameters]
+        together = torch.ones(sum(sizes)).split(sizes)
+        parts = [torch.ones(size) for size in sizes] if where == "apart" else together
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.main_grad = part.view(parameter.shape)
+            parameter.overwrite_main_grad = overwrite
+            parameter.grad_added_to_main_grad = False
+    run(module, SPLITS)
+    assert len(fused_ops(module)) == 1
+    for layer in (0, 2):
+        main_grads = [p.main_grad for p in module[layer].parameters()]
+        shape = expected[f"{layer}.weight0"].shape
+        found = main_grads[0].view(len(SPLITS), *shape) if single else torch.stack(main_grads)
+        for expert in experts:
+            reference = expected[f"{layer}.weight{expert}"].double() + (0 if overwrite else 1)
+            assert_close_to_fp64(found[expert], reference, torch.float32, f"{layer}.weight{expert}")
+        assert all(p.grad_added_to_main_grad for p in module[layer].parameters())
+
+
+def test_missing_main_grad_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="main_grad"):
+        run(mlp(accumulate_into_main_grad=True), SPLITS)
+
+
 def test_split_sizes_of_the_two_linears_are_checked_each() -> None:
     x, sizes, scales = make_inputs(SPLITS)
     with pytest.raises(ArgumentError, match="sum to 12 tokens"):
@@ -200,7 +233,6 @@ def test_router_scales_of_another_shape_are_an_error() -> None:
         ({"fc1": {"bias": True}}, "FC1 has a bias"),
         ({"fc2": {"bias": True, "scale_bias": True}}, "FC2 has a bias"),
         ({"hidden": 20}, "FC1 is 20 x 32, which are not both multiples of 8"),
-        ({"fc1": {"accumulate_into_main_grad": True}}, "FC1 accumulates into main_grad"),
         ({"fc2": {"delay_wgrad_compute": True}}, "FC2 delays its wgrad"),
     ],
 )

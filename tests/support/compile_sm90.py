@@ -48,9 +48,11 @@ def compile_all(dtype: torch.dtype) -> int:
     act_input, fc2_input = kernels.fc1(x, [], scales, offsets)
     kernels.fc2(fc2_input, [], offsets, torch.empty_like(x))
     dact_input, fc2_input, _ = kernels.fc2_dgrad(x, [], act_input, scales, offsets)
-    kernels.wgrad(x, fc2_input, offsets, of_fc2.view)
+    kernels.wgrad(x, fc2_input, offsets, of_fc2.view, accumulate=False)
     kernels.fc1_dgrad(dact_input, [], offsets, torch.empty_like(x))
-    kernels.wgrad(dact_input, x, offsets, of_fc1.view)
+    main_grad = empty(EXPERTS, FFN, HIDDEN, dtype=torch.float32)
+    for accumulate in (False, True):
+        kernels.wgrad(dact_input, x, offsets, main_grad, accumulate=accumulate)
     return launches
 
 

@@ -45,5 +45,7 @@ class Kernels(Protocol):
     ) -> None:
         """``out = dact_input @ w1``, (T, H)."""
 
-    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
-        """``out_i = dy_i.T @ x_i``, (N, columns of dy, columns of x); zero for an expert without tokens."""
+    def wgrad(
+        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, *, accumulate: bool
+    ) -> None:
+        """``out_i (+)= dy_i.T @ x_i``, (N, columns of dy, columns of x); zero for an expert without tokens."""

@@ -60,9 +60,11 @@ class ReferenceKernels:
         """See `Kernels.fc1_dgrad`."""
         arithmetic.grouped_dgrad(_rows(dact_input, offsets), weights, out)
 
-    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
+    def wgrad(
+        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, *, accumulate: bool
+    ) -> None:
         """See `Kernels.wgrad`."""
-        arithmetic.grouped_wgrad(_rows(x, offsets), _rows(dy, offsets), list(out.unbind(0)), accumulate=False)
+        arithmetic.grouped_wgrad(_rows(x, offsets), _rows(dy, offsets), list(out.unbind(0)), accumulate=accumulate)
 
 
 def _rows(tensor: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -128,10 +128,13 @@ class Sm90Kernels:
         values = {sm90_device.TABLE: experts.table}
         self._launch(sm90_device.PlainGemm, tile, dact_input, experts.view.mT, out, None, values, offsets)
 
-    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Kernels.wgrad`."""
+    def wgrad(
+        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, *, accumulate: bool
+    ) -> None:
+        """See `Kernels.wgrad`. To accumulate, TMA adds each tile to what is there, once: bits depend on no order."""
         if not x.shape[0]:
-            out.zero_()
+            if not accumulate:
+                out.zero_()
             return
         tile = _WGRAD_TILE_MANY_ROWS if x.shape[0] >= _MANY_ROWS * out.shape[0] else _WGRAD_TILE
         gemm(
@@ -146,6 +149,7 @@ class Sm90Kernels:
             tile.cluster_columns,
             pingpong=tile.pingpong,
             cu_seqlens_k=offsets,
+            add_to_output=accumulate,
         )
 
     def _launch(

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from transformer_engine.pytorch.ops._common import get_accumulate_flag_in_param, get_main_grad_from_param
+from transformer_engine.pytorch.ops._common import (
+    get_accumulate_flag_in_param,
+    get_dummy_wgrads_for_params,
+    get_main_grad_from_param,
+)
 from transformer_engine.pytorch.ops.basic import grouped_linear as te_grouped_linear
 from transformer_engine.pytorch.ops.fused import grouped_mlp as te_grouped_mlp
 from transformer_engine.pytorch.ops.fuser import OperationFuser
@@ -55,6 +59,23 @@ def main_grad_of(weight: torch.nn.Parameter) -> torch.Tensor:
     """``main_grad`` of a weight, refreshed from FSDP where that applies. Raises RuntimeError where there is none."""
     main_grad: torch.Tensor = get_main_grad_from_param(weight, op_label="GroupedLinear")
     return main_grad
+
+
+def dummy_grads(weights: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
+    """What stands for ``.grad`` of weights whose ``main_grad`` was written, where they take part in Megatron's protocol."""
+    if weights[0].is_cuda:
+        dummies: list[torch.Tensor | None] = get_dummy_wgrads_for_params(list(weights))
+        return dummies
+    return [_cpu_dummy_grad(weight) for weight in weights]
+
+
+def _cpu_dummy_grad(weight: Any) -> torch.Tensor | None:
+    """The same on the CPU; Transformer Engine's allocates on a GPU."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(weight.shape, dtype=weight.dtype)
 
 
 def accumulates_into_main_grad(weight: torch.nn.Parameter) -> bool:
