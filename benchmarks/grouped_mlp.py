@@ -102,8 +102,8 @@ class Case:
         """The same, forward alone."""
         kernels, x = self._kernels, self.x.detach()
         offsets = kernels.offsets(self.sizes, self.tokens)
-        act_input, fc2_input = kernels.fc1(x, self.weights1, self.scales.detach(), offsets)
-        kernels.fc2(fc2_input, self.weights2, offsets, torch.empty_like(x))
+        act_input, fc2_input = kernels.fc1(x, self.weights1, None, self.scales.detach(), offsets)
+        kernels.fc2(fc2_input, self.weights2, None, None, offsets, torch.empty_like(x))
         return act_input, offsets
 
 

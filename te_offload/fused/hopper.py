@@ -65,8 +65,8 @@ def _structure_reason(window: Window) -> str | None:
         return f"its activation is {type(window.activation).__name__}; there are kernels for ScaledSReLU"
     for name, linear in (("FC1", window.fc1), ("FC2", window.fc2)):
         op: Any = linear
-        if op.has_bias:
-            return f"{name} has a bias"
+        if name == "FC1" and op._scale_bias:
+            return "FC1 scales its bias"
         if op.in_features % _ALIGNED or op.out_features % _ALIGNED:
             return f"{name} is {op.in_features} x {op.out_features}, which are not both multiples of {_ALIGNED}"
         if op.need_backward_dw():
@@ -166,6 +166,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         self._check(input_, splits1, scales, splits2)
         weights1, weights2 = _weights(fc1), _weights(fc2)
         dtype = _first_weight(fc1).dtype
+        bias1, bias2 = _bias(fc1, dtype), _bias(fc2, dtype)
+        bias_scales = extra_inputs[2][1] if fc2._scale_bias else None
         kernels = self._kernels_for(input_)
         x = te_adapter.maybe_dequantize(input_, dtype).reshape(-1, fc1.in_features).contiguous()
         flat_scales = _wide(scales)
@@ -175,19 +177,21 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         saves = bool(ctx1.requires_grad)
         if saves:
             wgrad1, wgrad2 = _first_weight(fc1).requires_grad, _first_weight(fc2).requires_grad
-            ctx1.te_offload_versions = [weight._version for weight in (*_parameters(fc1), *_parameters(fc2))]
-            self._save_linear(fc1, ctx1, (splits1, offsets1), x if wgrad1 else None, kwargs, 0)
-        act_input, fc2_input = kernels.fc1(x, weights1, flat_scales, offsets1)
+            ctx1.te_offload_versions = _versions(fc1, fc2)
+            self._save_linear(fc1, ctx1, (splits1, offsets1), (), x if wgrad1 else None, kwargs, 0)
+        act_input, fc2_input = kernels.fc1(x, weights1, bias1, flat_scales, offsets1)
         if saves:
             ctx2.to_save = (act_input, scales)
             _declare(activation, te_adapter.read_activation, ctx2)
         shape = [*input_.shape[:-1], fc2.out_features]
         buffer = kwargs["basic_op_kwargs"][2].get(te_adapter.GROUPED_LINEAR_OUTPUT_KEY)
         out = te_adapter.validate_or_alloc_output(buffer, shape, dtype, input_.device)
-        kernels.fc2(fc2_input, weights2, offsets2, out.view(-1, fc2.out_features))
+        flat_bias_scales = None if bias_scales is None else _wide(bias_scales)
+        kernels.fc2(fc2_input, weights2, bias2, flat_bias_scales, offsets2, out.view(-1, fc2.out_features))
         if saves:
             ctx3.te_offload_rebuilt = wgrad2
-            self._save_linear(fc2, ctx3, (splits2, offsets2), None, kwargs, 2)
+            more = () if bias_scales is None else (bias_scales,)
+            self._save_linear(fc2, ctx3, (splits2, offsets2), more, None, kwargs, 2)
         return out, [(), (), ()]
 
     def _save_linear(
@@ -195,6 +199,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         op: Any,
         ctx: te_adapter.OperationContext,
         metadata: tuple[torch.Tensor, torch.Tensor],
+        bias_scales: tuple[torch.Tensor, ...],
         x: torch.Tensor | None,
         kwargs: dict[str, Any],
         number: int,
@@ -205,7 +210,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         ctx.use_grouped_tensor_path = ctx.te_offload_weights_apart = True
         ctx.dgrad_out = kwargs["basic_op_kwargs"][number].get(te_adapter.GROUPED_LINEAR_GRAD_INPUT_KEY)
         ctx.weight_requires_grad = _first_weight(op).requires_grad
-        ctx.to_save = (*metadata, None, None, None, x)
+        ctx.to_save = (*metadata, None, None, None, *bias_scales, x)
         _declare(op, te_adapter.read_grouped_linear, ctx)
 
     def _check(self, input_: torch.Tensor, splits1: Any, scales: Any, splits2: Any) -> None:
@@ -246,14 +251,14 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if not ctx1.te_offload_fused:
             return self._backward_one_by_one(basic_op_ctxs, grad_output, **kwargs)
         fc1, activation, fc2 = self.basic_ops
-        now = [weight._version for weight in (*_parameters(fc1), *_parameters(fc2))]
-        if now != ctx1.te_offload_versions:
+        if _versions(fc1, fc2) != ctx1.te_offload_versions:
             raise SavedTensorModifiedError(
                 f"{type(fc1).__name__}: a weight was written to in place between the forward and its backward, so "
                 "gradients would be wrong. Call optimizer.step() after the backward."
             )
         te_adapter.bring_carried(fc2, ctx3)
-        _, offsets2 = ctx3.saved_tensors[:2]
+        offsets2 = ctx3.saved_tensors[1]
+        bias_scales = ctx3.saved_tensors[5] if fc2._scale_bias else None
         te_adapter.bring_carried(activation, ctx2)
         act_input, scales = ctx2.saved_tensors
         dtype = act_input.dtype
@@ -262,29 +267,50 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         flat_scales = _wide(scales)
         dact_input, fc2_input, dscales = kernels.fc2_dgrad(dy, _weights(fc2), act_input, flat_scales, offsets2)
         ctx2.saved_tensors = act_input = None  # the session, or the allocator, may have its memory now
-        grads2 = self._wgrad(fc2, kernels, dy, fc2_input, offsets2) if ctx3.weight_requires_grad else None
+        grads2 = self._wgrad(fc2, ctx3, kernels, dy, fc2_input, offsets2)
         del fc2_input
+        dbias2, dbias_scales = self._bias_grads(fc2, kernels, dy, bias_scales, offsets2)
 
         te_adapter.bring_carried(fc1, ctx1)
-        _, offsets1, _, _, _, x = ctx1.saved_tensors[:6]
+        offsets1, x = ctx1.saved_tensors[1], ctx1.saved_tensors[5]
         shape = [*grad_output.shape[:-1], fc1.in_features]
         grad_input = te_adapter.validate_or_alloc_output(ctx1.dgrad_out, shape, dtype, dy.device)
         kernels.fc1_dgrad(dact_input, _weights(fc1), offsets1, grad_input.view(-1, fc1.in_features))
-        grads1 = self._wgrad(fc1, kernels, dact_input, x, offsets1) if ctx1.weight_requires_grad else None
-        none1, none2 = ([None] * len(_parameters(op)) for op in (fc1, fc2))
-        dscales = dscales.reshape(scales.shape).to(scales.dtype)
-        return grad_input, [grads1 or none1, [], grads2 or none2], [(None,), (dscales,), (None,)]
+        grads1 = self._wgrad(fc1, ctx1, kernels, dact_input, x, offsets1)
+        dbias1, _ = self._bias_grads(fc1, kernels, dact_input, None, offsets1)
+        params = [_in_order(fc1, grads1, dbias1), [], _in_order(fc2, grads2, dbias2)]
+        extra: tuple[torch.Tensor | None, ...] = (None,)
+        if bias_scales is not None and dbias_scales is not None:
+            extra = (None, dbias_scales.reshape(bias_scales.shape).to(bias_scales.dtype))
+        return grad_input, params, [(None,), (dscales.reshape(scales.shape).to(scales.dtype),), extra]
 
+    @staticmethod
+    def _bias_grads(
+        op: Any, kernels: Kernels, dy: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        bias = _bias(op, dy.dtype)
+        if bias is None:
+            return None, None
+        return kernels.bias_grads(dy, bias, None if bias_scales is None else _wide(bias_scales), offsets)
+
+    @staticmethod
     def _wgrad(
-        self, op: Any, kernels: Kernels, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor
+        op: Any,
+        ctx: te_adapter.OperationContext,
+        kernels: Kernels,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
     ) -> list[torch.Tensor | None]:
-        """Compute the weights' gradients, into ``main_grad`` where asked; one a parameter."""
+        """Compute the weights' gradients, into ``main_grad`` where asked; one a weight parameter."""
+        weights: Any = _weight_parameters(op)
+        if not ctx.weight_requires_grad:
+            return [None] * len(weights)
         shape = (op.num_groups, op.out_features, op.in_features)
         if not op._accumulate_into_main_grad:
             packed = torch.empty(shape, dtype=dy.dtype, device=dy.device)
             kernels.wgrad(dy, x, offsets, packed, accumulate=False)
             return [packed] if op.single_grouped_weight else list(packed.unbind(0))
-        weights: Any = _parameters(op)
         accumulate = te_adapter.accumulates_into_main_grad(weights[0])
         grads = [te_adapter.main_grad_of(weight) for weight in weights]
         if op.single_grouped_weight:
@@ -337,22 +363,50 @@ def _declare(op: torch.nn.Module, read: Any, ctx: te_adapter.OperationContext) -
         op.declare(read, ctx)
 
 
-def _first_weight(op: Any) -> torch.Tensor:
-    weight: torch.Tensor = op.weight if op.single_grouped_weight else op.weight0
+def _first_weight(op: Any) -> torch.nn.Parameter:
+    weight: torch.nn.Parameter = op._parameters["weight" if op.single_grouped_weight else "weight0"]
     return weight
 
 
-def _weights(op: Any) -> list[torch.Tensor]:
+def _weight_parameters(op: Any) -> list[torch.nn.Parameter]:
+    """The weights as they are registered; not by attribute, which takes the host a microsecond each."""
+    if op.single_grouped_weight:
+        return [op.weight]
+    parameters = op._parameters
+    return [parameters[name] for name in _weight_names(op.num_groups)]
+
+
+@functools.cache
+def _weight_names(count: int) -> tuple[str, ...]:
+    return tuple([f"weight{number}" for number in range(count)])
+
+
+def _weights(op: Any) -> Sequence[torch.Tensor]:
     """N dense weights (out_features, in_features)."""
     if op.single_grouped_weight:
         packed = op.weight.rowwise_data.view(op.num_groups, op.out_features, op.in_features)
         return list(packed.unbind(0))
-    return _parameters(op)
+    return _weight_parameters(op)
 
 
-def _parameters(op: Any) -> list[torch.Tensor]:
-    """The parameters, which are weights alone, in order; asking for each by its name takes the host a microsecond."""
-    return [parameter for parameter in op._parameters.values() if parameter is not None]
+def _bias(op: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """Biases (N, out_features), if there are any."""
+    return op._get_packed_bias_tensor(dtype).detach() if op.has_bias else None
+
+
+def _versions(*ops: Any) -> list[int]:
+    """In-place versions of all parameters."""
+    return [p._version for op in ops for p in op._parameters.values() if p is not None]
+
+
+def _in_order(op: Any, weights: list[torch.Tensor | None], biases: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Gradients in the order in which the op's parameters are registered."""
+    if biases is None:
+        return weights
+    if op.single_grouped_bias:
+        return [*weights, biases]
+    apart = list(biases.unbind(0))
+    return [*apart, *weights] if op.single_grouped_weight else [*weights, *apart]
 
 
 def _as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

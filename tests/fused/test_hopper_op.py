@@ -72,6 +72,29 @@ def test_fused_and_unfused_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close_to_fp64(value, unfused[name].double(), torch.float32, name)
 
 
+@pytest.mark.parametrize("scale_bias", [False, True], ids=["bias", "scaled-bias"])
+@pytest.mark.parametrize("grouped", ["", "single_grouped_weight", "single_grouped_bias", "both"])
+def test_biases_and_their_scales_agree_with_the_unfused_path(
+    monkeypatch: pytest.MonkeyPatch, grouped: str, scale_bias: bool
+) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    flags = {name: grouped in (name, "both") for name in ("single_grouped_weight", "single_grouped_bias")}
+    results = []
+    for switch in ("reference", "0"):
+        monkeypatch.setenv(hopper.SWITCH, switch)
+        module = mlp(bias=True, fc2={"scale_bias": scale_bias}, **flags)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if "bias" in name:
+                    parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+        results.append(run(module, SPLITS, extra=4 if scale_bias else 3))
+        assert len(fused_ops(module)) == (switch == "reference")
+    fused, unfused = results
+    assert fused.keys() == unfused.keys()
+    for name, value in fused.items():
+        assert_close_to_fp64(value, unfused[name].double(), torch.float32, name)
+
+
 def test_fc2_input_is_rebuilt_and_the_two_others_move_without_changing_a_bit() -> None:
     expected, module = run(mlp(), SPLITS), mlp()
     with OffloadSession([module], min_bytes=0) as session:
@@ -230,8 +253,7 @@ def test_router_scales_of_another_shape_are_an_error() -> None:
     [
         ({"activation": "swiglu"}, "its activation is ScaledSwiGLU"),
         ({"activation": "tanh-srelu"}, "its activation is ScaledTanhSReLU"),
-        ({"fc1": {"bias": True}}, "FC1 has a bias"),
-        ({"fc2": {"bias": True, "scale_bias": True}}, "FC2 has a bias"),
+        ({"fc1": {"bias": True, "scale_bias": True}}, "FC1 scales its bias"),
         ({"hidden": 20}, "FC1 is 20 x 32, which are not both multiples of 8"),
         ({"fc2": {"delay_wgrad_compute": True}}, "FC2 delays its wgrad"),
     ],

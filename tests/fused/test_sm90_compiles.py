@@ -23,6 +23,7 @@ def test_every_kernel_compiles_for_sm_90a(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.count("7 launches") == 2
-    # for two dtypes: fc1; fc2_dgrad; plain with weights as they are, and transposed; wgrad, and to float32 written and added
-    assert len(list(tmp_path.rglob("*.o"))) == 2 * 7
+    assert ran.stdout.count("12 launches") == 2
+    # for two dtypes: fc1 with and without bias; fc2 without, with and with a scaled one; fc2_dgrad; fc1_dgrad; bias scales;
+    # wgrad, and to float32 written and added
+    assert len(list(tmp_path.rglob("*.o"))) == 2 * 11

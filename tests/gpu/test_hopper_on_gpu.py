@@ -14,6 +14,7 @@ from te_offload.fused import hopper
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference import ReferenceKernels
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
+from tests.support.tolerances import assert_close_to_fp64
 
 pytestmark = pytest.mark.gpu
 
@@ -39,9 +40,9 @@ def mlp(dtype: torch.dtype = torch.bfloat16, **options: Any) -> te.ops.Sequentia
     return make_mlp(experts=4, hidden=HIDDEN, ffn=FFN, device="cuda", dtype=dtype, **options)
 
 
-def fused_run(module: te.ops.Sequential, splits: Sequence[int]) -> dict[str, torch.Tensor]:
+def fused_run(module: te.ops.Sequential, splits: Sequence[int], *, extra: int = 3) -> dict[str, torch.Tensor]:
     """One step, of which the fused op's kernels took both ways."""
-    found = run(module, splits, hidden=HIDDEN)
+    found = run(module, splits, hidden=HIDDEN, extra=extra)
     fused = next(op for op, _ in module._module_groups[0]._forward_ops)
     assert isinstance(fused, HopperGroupedMLP) and not isinstance(fused._kernels, ReferenceKernels)
     return found
@@ -60,13 +61,13 @@ def fp64_run(module: te.ops.Sequential, splits: Sequence[int]) -> dict[str, torc
     x, _, scales = (t.detach().double() for t in make_inputs(splits, HIDDEN, dtype=dtype))
     x.requires_grad_()
     scales.requires_grad_()
-    rows = zip(x.split(list(splits)), scales.split(list(splits)), strict=True)
-    output = torch.cat(
-        [
-            (torch.relu(part @ weights[f"0.weight{i}"].T) ** 2 * scale[:, None]) @ weights[f"2.weight{i}"].T
-            for i, (part, scale) in enumerate(rows)
-        ]
-    )
+    none = torch.zeros(1, dtype=torch.float64)
+    outputs = []
+    for i, (part, scale) in enumerate(zip(x.split(list(splits)), scales.split(list(splits)), strict=True)):
+        act_input = part @ weights[f"0.weight{i}"].T + weights.get(f"0.bias{i}", none)
+        fc2_input = torch.relu(act_input) ** 2 * scale[:, None]
+        outputs.append(fc2_input @ weights[f"2.weight{i}"].T + weights.get(f"2.bias{i}", none) * scale[:, None])
+    output = torch.cat(outputs)
     rounded = output + (output.detach().to(dtype).double() - output.detach())  # the loss sees the rounded output
     rounded.square().sum().backward()
     results: dict[str, torch.Tensor] = {"output": output.detach()}
@@ -84,14 +85,23 @@ def errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "scale-bias"])
 def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
-    monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...], dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...], dtype: torch.dtype, bias: bool
 ) -> None:
-    module = mlp(dtype)
+    def make() -> te.ops.Sequential:
+        module = mlp(dtype, bias=bias, fc2={"scale_bias": bias})
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if "bias" in name:
+                    parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
+        return module
+
+    module, extra = make(), 4 if bias else 3
     poison()
-    found, expected = fused_run(module, splits), fp64_run(module, splits)
+    found, expected = fused_run(module, splits, extra=extra), fp64_run(module, splits)
     monkeypatch.setenv(hopper.SWITCH, "0")
-    unfused = run(mlp(dtype), splits, hidden=HIDDEN)
+    unfused = run(make(), splits, hidden=HIDDEN, extra=extra)
     assert found.keys() == unfused.keys() == expected.keys()
     for name, reference in expected.items():
         assert found[name].shape == reference.shape
@@ -104,10 +114,32 @@ def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
 
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-def test_two_runs_give_the_same_bits(splits: tuple[int, ...]) -> None:
-    first = fused_run(mlp(), splits)
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "scale-bias"])
+def test_two_runs_give_the_same_bits(splits: tuple[int, ...], bias: bool) -> None:
+    options: dict[str, Any] = {"bias": bias, "fc2": {"scale_bias": bias}}
+    first = fused_run(mlp(**options), splits, extra=4 if bias else 3)
     poison()
-    assert_same_bits(first, fused_run(mlp(), splits))
+    assert_same_bits(first, fused_run(mlp(**options), splits, extra=4 if bias else 3))
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["added", "overwritten"])
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "one behind the other"])
+def test_main_grad_in_float32_receives_the_weight_gradients(together: bool, overwrite: bool) -> None:
+    plain = fp64_run(mlp(), SPLITS["ragged"])
+    module = mlp(accumulate_into_main_grad=True)
+    for layer in (0, 2):
+        parameters = list(module[layer].parameters())
+        sizes = [parameter.numel() for parameter in parameters]
+        one = torch.full((sum(sizes),), 0.5, device="cuda").split(sizes)
+        parts = one if together else [torch.full((size,), 0.5, device="cuda") for size in sizes]
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.main_grad = part.view(parameter.shape)
+            parameter.overwrite_main_grad = overwrite
+            parameter.grad_added_to_main_grad = False
+    fused_run(module, SPLITS["ragged"])
+    for name, parameter in module.named_parameters():
+        expected = plain[name] + (0.0 if overwrite else 0.5)
+        assert_close_to_fp64(parameter.main_grad, expected, torch.bfloat16, name)
 
 
 def test_weights_that_moved_between_steps_are_found() -> None:

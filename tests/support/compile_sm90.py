@@ -45,8 +45,12 @@ def compile_all(dtype: torch.dtype) -> int:
     of_fc1, of_fc2 = Experts(empty(EXPERTS, FFN, HIDDEN), table), Experts(empty(EXPERTS, HIDDEN, FFN), table)
     kernels._experts.get = experts  # type: ignore[method-assign]
     x, scales = empty(TOKENS, HIDDEN), empty(TOKENS, dtype=torch.float32)
-    act_input, fc2_input = kernels.fc1(x, [], scales, offsets)
-    kernels.fc2(fc2_input, [], offsets, torch.empty_like(x))
+    bias1, bias2 = empty(EXPERTS, FFN), empty(EXPERTS, HIDDEN)
+    for bias in (bias1, None):
+        act_input, fc2_input = kernels.fc1(x, [], bias, scales, offsets)
+    for bias, bias_scales in ((None, None), (bias2, None), (bias2, scales)):
+        kernels.fc2(fc2_input, [], bias, bias_scales, offsets, torch.empty_like(x))
+    kernels.bias_grads(x, bias2, scales, offsets)
     dact_input, fc2_input, _ = kernels.fc2_dgrad(x, [], act_input, scales, offsets)
     kernels.wgrad(x, fc2_input, offsets, of_fc2.view, accumulate=False)
     kernels.fc1_dgrad(dact_input, [], offsets, torch.empty_like(x))

@@ -15,20 +15,31 @@ import torch
 
 
 class Kernels(Protocol):
-    """Five grouped products, two of them with the activation in their epilogue."""
+    """Grouped products, two of them with the activation in their epilogue. Biases are (N, columns), their scales (T,)."""
 
     def offsets(self, split_sizes: torch.Tensor, tokens: int) -> torch.Tensor:
         """Where each expert's rows begin and the last one's end: (N + 1,) int32, none beyond ``tokens``."""
 
     def fc1(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], scales: torch.Tensor, offsets: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        scales: torch.Tensor,
+        offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``act_input = x @ w1.T`` and ``fc2_input = act(act_input) * scale``, both (T, F), for x (T, H)."""
+        """``act_input = x @ w1.T + bias`` and ``fc2_input = act(act_input) * scale``, both (T, F), for x (T, H)."""
 
     def fc2(
-        self, fc2_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor
+        self,
+        fc2_input: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        bias_scales: torch.Tensor | None,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
-        """``out = fc2_input @ w2.T``, (T, H)."""
+        """``out = fc2_input @ w2.T + bias * bias_scale``, (T, H)."""
 
     def fc2_dgrad(
         self,
@@ -49,3 +60,8 @@ class Kernels(Protocol):
         self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, *, accumulate: bool
     ) -> None:
         """``out_i (+)= dy_i.T @ x_i``, (N, columns of dy, columns of x); zero for an expert without tokens."""
+
+    def bias_grads(
+        self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradients by biases, (N, columns of dy) in dy's dtype, and by their scales, (T,), where there are any."""

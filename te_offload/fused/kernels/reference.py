@@ -22,18 +22,31 @@ class ReferenceKernels:
         return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
 
     def fc1(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], scales: torch.Tensor, offsets: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        scales: torch.Tensor,
+        offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.fc1`."""
         act_input = x.new_empty(x.shape[0], weights[0].shape[0])
-        self.fc2(x, weights, offsets, act_input)
+        self.fc2(x, weights, bias, None, offsets, act_input)
         return act_input, arithmetic.scaled_srelu(act_input, scales)
 
     def fc2(
-        self, fc2_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor
+        self,
+        fc2_input: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        bias_scales: torch.Tensor | None,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         """See `Kernels.fc2`."""
-        arithmetic.grouped_forward(_rows(fc2_input, offsets), weights, None, None, out)
+        biases = None if bias is None else list(bias.unbind(0))
+        scales = None if bias_scales is None else _rows(bias_scales, offsets)
+        arithmetic.grouped_forward(_rows(fc2_input, offsets), weights, biases, scales, out)
 
     def fc2_dgrad(
         self,
@@ -65,6 +78,14 @@ class ReferenceKernels:
     ) -> None:
         """See `Kernels.wgrad`."""
         arithmetic.grouped_wgrad(_rows(x, offsets), _rows(dy, offsets), list(out.unbind(0)), accumulate=accumulate)
+
+    def bias_grads(
+        self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Kernels.bias_grads`."""
+        scales = None if bias_scales is None else _rows(bias_scales, offsets)
+        grads, dscales = arithmetic.grouped_bias_grads(_rows(dy, offsets), list(bias.unbind(0)), scales)
+        return torch.stack(grads), dscales
 
 
 def _rows(tensor: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:

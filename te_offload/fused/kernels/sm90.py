@@ -46,6 +46,14 @@ _PLAIN_TILES = ((Tile(128, 192, pingpong=True), 1.0), (Tile(128, 160, pingpong=T
 _WGRAD_TILE = Tile(128, 192, 1, 2, pingpong=True)
 _WGRAD_TILE_MANY_ROWS = Tile(128, 256)
 _MANY_ROWS = 1024  # tokens an expert
+_NARROW = 8  # columns; the fewest that TMA takes
+_NARROW_TILE = Tile(128, 128, pingpong=True)
+_FC1_KERNELS = {  # by dtype, and whether there is a bias
+    (torch.bfloat16, False): sm90_device.SReLUGemmBF16,
+    (torch.bfloat16, True): sm90_device.BiasSReLUGemmBF16,
+    (torch.float16, False): sm90_device.SReLUGemmFP16,
+    (torch.float16, True): sm90_device.BiasSReLUGemmFP16,
+}
 
 
 def choose_tile(tiles: Sequence[tuple[Tile, float]], columns: int) -> Tile:
@@ -80,26 +88,43 @@ class Sm90Kernels:
         return offsets.clamp_(max=tokens)
 
     def fc1(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], scales: torch.Tensor, offsets: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        scales: torch.Tensor,
+        offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.fc1`."""
         experts = self._experts.get("fc1", weights)
         act_input = x.new_empty(x.shape[0], experts.view.shape[1])
         fc2_input = torch.empty_like(act_input)
-        kernel = sm90_device.SReLUGemmBF16 if x.dtype is torch.bfloat16 else sm90_device.SReLUGemmFP16
+        kernel = _FC1_KERNELS[x.dtype, bias is not None]
         values = {"scale": scales, "fc2_input": fc2_input, sm90_device.TABLE: experts.table}
+        if bias is not None:
+            values["bias"] = bias
         tile = choose_tile(_FC1_TILES, act_input.shape[1])
         self._launch(kernel, tile, x, experts.view, act_input, None, values, offsets)
         return act_input, fc2_input
 
     def fc2(
-        self, fc2_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor
+        self,
+        fc2_input: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        bias_scales: torch.Tensor | None,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         """See `Kernels.fc2`."""
         experts = self._experts.get("fc2", weights)
         tile = choose_tile(_PLAIN_TILES, out.shape[1])
-        values = {sm90_device.TABLE: experts.table}
-        self._launch(sm90_device.PlainGemm, tile, fc2_input, experts.view, out, None, values, offsets)
+        kernel, values = sm90_device.PlainGemm, {sm90_device.TABLE: experts.table}
+        if bias is not None:
+            kernel, values["bias"] = sm90_device.BiasGemm, bias
+        if bias is not None and bias_scales is not None:
+            kernel, values["scale"] = sm90_device.ScaledBiasGemm, bias_scales
+        self._launch(kernel, tile, fc2_input, experts.view, out, None, values, offsets)
 
     def fc2_dgrad(
         self,
@@ -151,6 +176,30 @@ class Sm90Kernels:
             cu_seqlens_k=offsets,
             add_to_output=accumulate,
         )
+
+    def bias_grads(
+        self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Kernels.bias_grads`. Two narrow GEMMs, since sums by atomics would not give the same bits twice."""
+        experts, columns = bias.shape
+        factors = dy.new_zeros(dy.shape[0], _NARROW)  # what each row counts, in as many columns as it takes
+        if bias_scales is None:
+            factors[:, 0] = 1
+        else:
+            factors[:, 0] = bias_scales
+            factors[:, 1] = bias_scales - factors[:, 0]  # what its rounding took away
+        sums = torch.empty(experts, columns, _NARROW, dtype=torch.float32, device=dy.device)
+        self.wgrad(dy, factors, offsets, sums, accumulate=False)
+        dbias = sums.sum(2).to(dy.dtype)
+        if bias_scales is None:
+            return dbias, None
+        rows = dy.new_zeros(experts, _NARROW, columns)
+        rows[:, 0] = bias
+        table = torch.arange(experts, dtype=torch.int32, device=dy.device)
+        products = torch.empty(dy.shape[0], _NARROW, dtype=torch.float32, device=dy.device)
+        values = {sm90_device.TABLE: table}
+        self._launch(sm90_device.PlainGemm, _NARROW_TILE, dy, rows, products, None, values, offsets)
+        return dbias, products[:, 0]
 
     def _launch(
         self,

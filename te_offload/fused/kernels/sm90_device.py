@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 from quack.compile_utils import make_fake_tensor
 from quack.cute_dsl_utils import mlir_namedtuple
-from quack.epilogue.ops import ColVecLoad, ColVecReduce, EpiOp, TileStore
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, EpiOp, RowVecLoad, TileStore
 from quack.epilogue.visit import _EpiModMixinBase
 from quack.gemm_sm90 import GemmSm90
 
@@ -87,6 +87,14 @@ class _TableArgument(EpiOp):  # type: ignore[misc]
         return {self.name: getattr(args, self.name)}
 
 
+class _ExpertRow(RowVecLoad):  # type: ignore[misc]
+    """A row of (N, columns) an expert; QuACK's own takes N for the J of the weights."""
+
+    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+        dtype, _ = key
+        return make_fake_tensor(dtype, (cute.sym_int(), fctx.n), leading_dim=1, divisibility=4)
+
+
 class _WeightsByTable:
     """Mixin before QuACK's GEMM: operand B goes through the table."""
 
@@ -147,6 +155,26 @@ def _plain(acc: Any) -> dict[str, Any]:
     return {"D": acc}
 
 
+def _biased(acc: Any, bias: Any) -> dict[str, Any]:
+    return {"D": acc + bias}
+
+
+def _scale_biased(acc: Any, bias: Any, scale: Any) -> dict[str, Any]:
+    return {"D": acc + bias * scale}
+
+
+def _biased_srelu_bf16(acc: Any, bias: Any, scale: Any) -> dict[str, Any]:
+    act_input = acc + bias
+    relu = cute.arch.fmax(act_input.to(BFloat16).to(Float32), 0.0)
+    return {"D": act_input, "fc2_input": relu * relu * scale}
+
+
+def _biased_srelu_fp16(acc: Any, bias: Any, scale: Any) -> dict[str, Any]:
+    act_input = acc + bias
+    relu = cute.arch.fmax(act_input.to(Float16).to(Float32), 0.0)
+    return {"D": act_input, "fc2_input": relu * relu * scale}
+
+
 def _srelu_bf16(acc: Any, scale: Any) -> dict[str, Any]:
     relu = cute.arch.fmax(acc.to(BFloat16).to(Float32), 0.0)
     return {"D": acc, "fc2_input": relu * relu * scale}
@@ -165,18 +193,31 @@ def _dsrelu(acc: Any, c: Any, scale: Any) -> dict[str, Any]:
 
 _FC2_INPUT = TileStore("fc2_input")
 _SCALE = ColVecLoad("scale")
+_BIAS = _ExpertRow("bias")
 
 PlainGemm = _kernel("PlainGemm", _plain)
 """``D = A @ w``: FC2, and the dgrad of FC1."""
 
-SReLUGemmBF16 = _kernel(
-    "SReLUGemmBF16", _srelu_bf16, ops=(_SCALE, _FC2_INPUT), operands=(("scale", "col"),), outputs=("fc2_input",)
-)
-"""FC1: ``D`` is the activation input, rounded; ``fc2_input`` its squared ReLU times the row's scale."""
+BiasGemm = _kernel("BiasGemm", _biased, ops=(_BIAS,), operands=(("bias", "row"),))
+"""FC2 with a bias an expert."""
 
-SReLUGemmFP16 = _kernel(
-    "SReLUGemmFP16", _srelu_fp16, ops=(_SCALE, _FC2_INPUT), operands=(("scale", "col"),), outputs=("fc2_input",)
+ScaledBiasGemm = _kernel(
+    "ScaledBiasGemm", _scale_biased, ops=(_BIAS, _SCALE), operands=(("bias", "row"), ("scale", "col"))
 )
+"""FC2 with a bias an expert times a scale a row."""
+
+_SRELU: dict[str, Any] = {"ops": (_SCALE, _FC2_INPUT), "operands": (("scale", "col"),), "outputs": ("fc2_input",)}
+_BIASED_SRELU: dict[str, Any] = {
+    "ops": (_BIAS, _SCALE, _FC2_INPUT),
+    "operands": (("bias", "row"), ("scale", "col")),
+    "outputs": ("fc2_input",),
+}
+
+SReLUGemmBF16 = _kernel("SReLUGemmBF16", _srelu_bf16, **_SRELU)
+SReLUGemmFP16 = _kernel("SReLUGemmFP16", _srelu_fp16, **_SRELU)
+BiasSReLUGemmBF16 = _kernel("BiasSReLUGemmBF16", _biased_srelu_bf16, **_BIASED_SRELU)
+BiasSReLUGemmFP16 = _kernel("BiasSReLUGemmFP16", _biased_srelu_fp16, **_BIASED_SRELU)
+"""FC1: ``D`` is the activation input, rounded; ``fc2_input`` its squared ReLU times the row's scale."""
 
 DSReLUGemm = _kernel(
     "DSReLUGemm",
