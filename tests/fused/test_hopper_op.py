@@ -61,6 +61,37 @@ def test_output_and_every_gradient_are_near_fp64(splits: Sequence[int]) -> None:
         assert_close_to_fp64(found[name], reference, torch.float32, name)
 
 
+def test_two_linears_may_have_split_sizes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for switch in ("reference", "0"):
+        monkeypatch.setenv(hopper.SWITCH, switch)
+        module = mlp()
+        x, sizes, scales = make_inputs(SPLITS)
+        output = module(x, sizes, scales, sizes.flip(0))
+        output.square().sum().backward()
+        assert x.grad is not None and scales.grad is not None
+        results.append([output.detach(), x.grad, scales.grad, *(p.grad for p in module.parameters())])
+    for number, (fused, unfused) in enumerate(zip(*results, strict=True)):
+        assert_close_to_fp64(fused, unfused.double(), torch.float32, str(number))
+
+
+def test_without_gradients_nothing_is_saved() -> None:
+    module = mlp()
+    x, sizes, scales = make_inputs(SPLITS)
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.no_grad():
+            output = module(x, sizes, scales, sizes)
+        assert not saved and not output.requires_grad
+        assert torch.equal(module(x, sizes, scales, sizes), output)
+    assert sum(tensor.nbytes for tensor in saved if tensor.is_floating_point()) == sum(SPLITS) * (16 + 32 + 1) * 4
+
+
 def test_fused_and_unfused_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = run(mlp(), SPLITS)
     monkeypatch.setenv(hopper.SWITCH, "0")
@@ -144,6 +175,28 @@ def test_frozen_linear_gets_no_gradient_and_all_else_keeps_its_own(frozen: str) 
     assert_same_bits({name: value for name, value in expected.items() if not name.startswith(frozen)}, found)
 
 
+def test_input_of_a_frozen_fc1_is_not_saved() -> None:
+    module = mlp()
+    for parameter in module[0].parameters():
+        parameter.requires_grad_(False)
+    with OffloadSession([module], min_bytes=0) as session:
+        with session.step():
+            run(module, SPLITS)
+        record = session.records[-1]
+    fates = {row.slot.value: row.fate for row in record.slots}
+    assert fates == {"fc1_input": Fate.NOT_SAVED, "act_input": Fate.OFFLOADED, "fc2_input": Fate.RECOMPUTED}
+    assert record.bytes_out == sum(SPLITS) * 32 * 4
+
+
+def test_neighbours_of_two_storages_are_not_taken_for_one_tensor() -> None:
+    memory = bytearray(256)
+    apart = [torch.frombuffer(memory, dtype=torch.float32, count=8, offset=offset) for offset in (0, 32)]
+    assert hopper._as_one(apart) is None
+    together = torch.frombuffer(memory, dtype=torch.float32).split(8)[:2]
+    one = hopper._as_one(together)
+    assert one is not None and one.shape == (2, 8)
+
+
 def test_window_of_which_only_fc2_needs_a_gradient_runs_op_by_op() -> None:
     expected, module = run(mlp(), SPLITS), mlp()
     for parameter in module[0].parameters():
@@ -204,7 +257,7 @@ def test_weight_written_to_between_forward_and_backward_is_an_error(name: str) -
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["added", "overwritten"])
-@pytest.mark.parametrize("where", ["apart", "one behind the other", "one grouped weight"])
+@pytest.mark.parametrize("where", ["apart", "one behind the other", "in reverse", "one grouped weight"])
 def test_main_grad_receives_the_weight_gradients(monkeypatch: pytest.MonkeyPatch, where: str, overwrite: bool) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     single, experts = where == "one grouped weight", range(len(SPLITS))
@@ -214,7 +267,8 @@ def test_main_grad_receives_the_weight_gradients(monkeypatch: pytest.MonkeyPatch
         parameters = list(module[layer].parameters())
         sizes = [parameter.numel() for parameter in parameters]
         together = torch.ones(sum(sizes)).split(sizes)
-        parts = [torch.ones(size) for size in sizes] if where == "apart" else together
+        parts = [torch.ones(size) for size in sizes] if where == "apart" else list(together)
+        parts = parts[::-1] if where == "in reverse" else parts  # as Megatron-core lays its buffers out
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.main_grad = part.view(parameter.shape)
             parameter.overwrite_main_grad = overwrite

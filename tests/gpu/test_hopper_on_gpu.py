@@ -142,6 +142,18 @@ def test_main_grad_in_float32_receives_the_weight_gradients(together: bool, over
         assert_close_to_fp64(parameter.main_grad, expected, torch.bfloat16, name)
 
 
+def test_non_contiguous_gradient_gives_what_a_contiguous_one_does() -> None:
+    results = []
+    for contiguous in (True, False):
+        module = mlp()
+        x, sizes, scales = make_inputs(SPLITS["ragged"], HIDDEN, device="cuda", dtype=torch.bfloat16)
+        grad = torch.ones(1, device="cuda", dtype=torch.bfloat16).expand(sum(SPLITS["ragged"]), HIDDEN)
+        module(x, sizes, scales, sizes).backward(grad.contiguous() if contiguous else grad)
+        assert x.grad is not None
+        results.append(x.grad)
+    assert torch.equal(*results)
+
+
 def test_weights_that_moved_between_steps_are_found() -> None:
     module = mlp()
     expected = fused_run(module, SPLITS["ragged"])
