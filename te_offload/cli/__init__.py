@@ -1,4 +1,4 @@
-"""The command line: `te-offload demo`, `te-offload doctor`.
+"""The command line: `te-offload demo`, `te-offload doctor`, `te-offload explain`.
 
 In: arguments. Out: text, files, an exit status (0: done; 1: what was checked does not hold; 2: the arguments are wrong).
 Keeps true: this room alone prints. Does not: compute.
@@ -41,6 +41,19 @@ def doctor(
     from te_offload.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json=as_json))
+
+
+@app.command()
+def explain(
+    hidden: Annotated[int, typer.Option(min=1, help="Columns of the input of FC1.")] = 2048,
+    ffn: Annotated[int, typer.Option(min=1, help="Columns of the input of FC2.")] = 1408,
+    bias: Annotated[bool, typer.Option(help="Whether FC1 and FC2 have biases.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say which grouped MLPs a fused op takes on this machine, and why not the others."""
+    from te_offload.cli.explain import run_explain
+
+    raise typer.Exit(run_explain(hidden=hidden, ffn=ffn, bias=bias, as_json=as_json))
 
 
 def main() -> None:
