@@ -25,6 +25,7 @@ import transformer_engine.pytorch as te
 
 from te_offload import ops
 from te_offload.fused import hopper
+from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.ops import te_adapter
 
@@ -62,7 +63,7 @@ class Case:
         self.dy = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         self.sizes = torch.tensor(split(experts, tokens, skew=skew), device="cuda")
         self._packed = [torch.stack(weights).requires_grad_() for weights in (self.weights1, self.weights2)]
-        self._kernels = Sm90Kernels()
+        self._kernels = Sm90Kernels(SquaredReLU())
 
     def forward_of(self, module: torch.nn.Module) -> Step:
         """A forward with what autograd needs."""

@@ -1,9 +1,10 @@
 """The fused grouped MLP of te_offload: GEMM, scaled squared ReLU and GEMM with the activation in the epilogues (Hopper).
 
-In: windows of GroupedLinear, ScaledSReLU, GroupedLinear with at least one op of `te_offload.ops`. Out: the results of the
-three ops, and their slots: ``fc1_input`` and ``act_input`` are saved, ``fc2_input`` is rebuilt in the backward. Keeps true:
-each slot is declared when it is written and read back just before its first use; what one call cannot take goes through the
-three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: take windows unless it is told to.
+In: windows of GroupedLinear, ScaledSReLU or ScaledTanhSReLU, GroupedLinear with at least one op of `te_offload.ops`. Out:
+the results of the three ops, and their slots: ``fc1_input`` and ``act_input`` are saved, ``fc2_input`` is rebuilt in the
+backward. Keeps true: each slot is declared when it is written and read back just before its first use; what one call cannot
+take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: take windows unless
+it is told to.
 
 ``TE_OFFLOAD_FUSED_MLP`` tells, when a Sequential runs first: ``1`` takes windows on Hopper, ``reference`` takes them
 everywhere and computes in torch arithmetic, anything else takes none.
@@ -21,11 +22,11 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import SavedTensorModifiedError
-from te_offload.fused.kernels.interface import Kernels
+from te_offload.fused.kernels.interface import Kernels, SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
-from te_offload.ops import GroupedLinear, ScaledSReLU, te_adapter
+from te_offload.ops import GroupedLinear, ScaledSReLU, ScaledTanhSReLU, te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 
 SWITCH = "TE_OFFLOAD_FUSED_MLP"
@@ -61,8 +62,9 @@ def _machine_reason() -> str | None:
 
 
 def _structure_reason(window: Window) -> str | None:
-    if not isinstance(window.activation, te.ops.ScaledSReLU):
-        return f"its activation is {type(window.activation).__name__}; there are kernels for ScaledSReLU"
+    if not isinstance(window.activation, (te.ops.ScaledSReLU, te.ops.ScaledTanhSReLU)):
+        name = type(window.activation).__name__
+        return f"its activation is {name}, whose two halves lie in columns far apart, and an epilogue sees one tile"
     for name, linear in (("FC1", window.fc1), ("FC2", window.fc2)):
         op: Any = linear
         if name == "FC1" and op._scale_bias:
@@ -119,7 +121,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         self, ctxs: Sequence[te_adapter.OperationContext], input_: torch.Tensor, extra_inputs: Sequence[Any]
     ) -> str | None:
         fc1, activation, fc2 = self.basic_ops
-        if not isinstance(activation, ScaledSReLU) and extra_inputs[1][0].shape != input_.shape[:-1]:
+        if not isinstance(activation, (ScaledSReLU, ScaledTanhSReLU)) and extra_inputs[1][0].shape != input_.shape[:-1]:
             return "the router scales are not one a row"
         if te_adapter.quantization_enabled() or te_adapter.is_grouped_tensor(input_):
             return "it computes on dense tensors of bf16 and fp16 alone"
@@ -215,7 +217,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
 
     def _check(self, input_: torch.Tensor, splits1: Any, scales: Any, splits2: Any) -> None:
         fc1, activation, fc2 = self.basic_ops
-        if isinstance(activation, ScaledSReLU):
+        if isinstance(activation, (ScaledSReLU, ScaledTanhSReLU)):
             activation.check_scales(input_, scales)
         if not input_.is_cuda:
             for op, splits in ((fc1, splits1), (fc2, splits2)):
@@ -348,14 +350,15 @@ class HopperGroupedMLP(te.ops.FusedOperation):
     def _kernels_for(self, tensor: torch.Tensor) -> Kernels:
         if self._kernels is None:
             reference = os.environ.get(SWITCH) == "reference" or not tensor.is_cuda
-            self._kernels = ReferenceKernels() if reference else _sm90_kernels()
+            activation = SquaredReLU(getattr(self.basic_ops[1], "tanh_clamp_scale", None))
+            self._kernels = ReferenceKernels(activation) if reference else _sm90_kernels(activation)
         return self._kernels
 
 
-def _sm90_kernels() -> Kernels:
+def _sm90_kernels(activation: SquaredReLU) -> Kernels:
     from te_offload.fused.kernels.sm90 import Sm90Kernels
 
-    return Sm90Kernels()
+    return Sm90Kernels(activation)
 
 
 def _declare(op: torch.nn.Module, read: Any, ctx: te_adapter.OperationContext) -> None:

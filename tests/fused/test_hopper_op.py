@@ -44,15 +44,16 @@ def fc2_row(session: OffloadSession) -> Any:
 
 
 @pytest.mark.parametrize("splits", [SPLITS, (0, 0, 11, 0), (1, 1, 1, 1)])
-def test_output_and_every_gradient_are_near_fp64(splits: Sequence[int]) -> None:
-    module = mlp()
+@pytest.mark.parametrize("activation", ["srelu", "tanh-srelu"])
+def test_output_and_every_gradient_are_near_fp64(splits: Sequence[int], activation: str) -> None:
+    module = mlp(activation=activation)
     found = run(module, splits)
     assert len(fused_ops(module)) == 1
     x, _, scales = (tensor.detach() for tensor in make_inputs(splits))
     weights = [p.detach().double().requires_grad_() for p in module.parameters()]
     x, scales = x.double().requires_grad_(), scales.double().requires_grad_()
     act_input = grouped_linear(x, splits, weights[: len(splits)])
-    output = grouped_linear(activate("srelu", act_input, scales), splits, weights[len(splits) :])
+    output = grouped_linear(activate(activation, act_input, scales), splits, weights[len(splits) :])
     output.square().sum().backward()
     names = [name for name, _ in module.named_parameters()]
     expected = dict(zip(names, (weight.grad for weight in weights), strict=True))
@@ -306,7 +307,7 @@ def test_router_scales_of_another_shape_are_an_error() -> None:
     ("options", "reason"),
     [
         ({"activation": "swiglu"}, "its activation is ScaledSwiGLU"),
-        ({"activation": "tanh-srelu"}, "its activation is ScaledTanhSReLU"),
+        ({"activation": "situ-glu"}, "its activation is ScaledSiTUGLU"),
         ({"fc1": {"bias": True, "scale_bias": True}}, "FC1 scales its bias"),
         ({"hidden": 20}, "FC1 is 20 x 32, which are not both multiples of 8"),
         ({"fc2": {"delay_wgrad_compute": True}}, "FC2 delays its wgrad"),

@@ -14,6 +14,7 @@ from te_offload.fused import hopper
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference import ReferenceKernels
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
+from tests.support.reference import activate
 from tests.support.tolerances import assert_close_to_fp64
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +55,7 @@ def poison() -> None:
     del blocks
 
 
-def fp64_run(module: te.ops.Sequential, splits: Sequence[int]) -> dict[str, torch.Tensor]:
+def fp64_run(module: te.ops.Sequential, splits: Sequence[int], activation: str = "srelu") -> dict[str, torch.Tensor]:
     """The same step in float64 on the CPU, from the same bits."""
     weights = {name: p.detach().cpu().double().requires_grad_() for name, p in module.named_parameters()}
     dtype = next(module.parameters()).dtype
@@ -65,7 +66,7 @@ def fp64_run(module: te.ops.Sequential, splits: Sequence[int]) -> dict[str, torc
     outputs = []
     for i, (part, scale) in enumerate(zip(x.split(list(splits)), scales.split(list(splits)), strict=True)):
         act_input = part @ weights[f"0.weight{i}"].T + weights.get(f"0.bias{i}", none)
-        fc2_input = torch.relu(act_input) ** 2 * scale[:, None]
+        fc2_input = activate(activation, act_input, scale)
         outputs.append(fc2_input @ weights[f"2.weight{i}"].T + weights.get(f"2.bias{i}", none) * scale[:, None])
     output = torch.cat(outputs)
     rounded = output + (output.detach().to(dtype).double() - output.detach())  # the loss sees the rounded output
@@ -86,11 +87,12 @@ def errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "scale-bias"])
+@pytest.mark.parametrize("activation", ["srelu", "tanh-srelu"])
 def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
-    monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...], dtype: torch.dtype, bias: bool
+    monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...], dtype: torch.dtype, bias: bool, activation: str
 ) -> None:
     def make() -> te.ops.Sequential:
-        module = mlp(dtype, bias=bias, fc2={"scale_bias": bias})
+        module = mlp(dtype, bias=bias, fc2={"scale_bias": bias}, activation=activation)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if "bias" in name:
@@ -99,7 +101,7 @@ def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
 
     module, extra = make(), 4 if bias else 3
     poison()
-    found, expected = fused_run(module, splits, extra=extra), fp64_run(module, splits)
+    found, expected = fused_run(module, splits, extra=extra), fp64_run(module, splits, activation)
     monkeypatch.setenv(hopper.SWITCH, "0")
     unfused = run(make(), splits, hidden=HIDDEN, extra=extra)
     assert found.keys() == unfused.keys() == expected.keys()

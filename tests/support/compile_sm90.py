@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_offload.fused.kernels import sm90
 from te_offload.fused.kernels.experts import Experts
+from te_offload.fused.kernels.interface import SquaredReLU
 
 EXPERTS, HIDDEN, FFN, TOKENS = 4, 512, 384, 1024
 
 
-def compile_all(dtype: torch.dtype) -> int:
+def compile_all(dtype: torch.dtype, activation: SquaredReLU) -> int:
     """Run forward and backward without launching; the number of launches that there would have been."""
     launches = 0
 
@@ -40,7 +41,7 @@ def compile_all(dtype: torch.dtype) -> int:
 
     vars(sm90)["run_gemm_epi_plan"] = quack.gemm.run_gemm_plan = count
     quack.gemm.get_max_active_clusters = quack.gemm_runtime.host.get_max_active_clusters = any_number
-    kernels = sm90.Sm90Kernels()
+    kernels = sm90.Sm90Kernels(activation)
     table, offsets = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS + 1, dtype=torch.int32)
     of_fc1, of_fc2 = Experts(empty(EXPERTS, FFN, HIDDEN), table), Experts(empty(EXPERTS, HIDDEN, FFN), table)
     kernels._experts.get = experts  # type: ignore[method-assign]
@@ -63,4 +64,5 @@ def compile_all(dtype: torch.dtype) -> int:
 if __name__ == "__main__":
     with FakeTensorMode():
         for dtype in (torch.bfloat16, torch.float16):
-            print(dtype, compile_all(dtype), "launches")
+            for activation in (SquaredReLU(), SquaredReLU(clamp=2.0)):
+                print(dtype, activation, compile_all(dtype, activation), "launches")

@@ -9,9 +9,21 @@ Shapes: T tokens, N experts, H hidden, F ffn. Weights of FC1 are (F, H), of FC2 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+
+@dataclass(frozen=True)
+class SquaredReLU:
+    """``relu(x)^2``, or with a clamp s ``(s * tanh(relu(x) / s))^2``: Transformer Engine's ScaledSReLU and ScaledTanhSReLU.
+
+    Attributes:
+        clamp: s; ``None``: there is none.
+    """
+
+    clamp: float | None = None
 
 
 class Kernels(Protocol):

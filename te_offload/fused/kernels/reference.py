@@ -10,11 +10,19 @@ from collections.abc import Sequence
 
 import torch
 
+from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.ops import arithmetic
 
 
 class ReferenceKernels:
-    """See `interface.Kernels`; the activation is the scaled squared ReLU."""
+    """See `interface.Kernels`.
+
+    Args:
+        activation: between FC1 and FC2.
+    """
+
+    def __init__(self, activation: SquaredReLU) -> None:
+        self._clamp = activation.clamp
 
     def offsets(self, split_sizes: torch.Tensor, tokens: int) -> torch.Tensor:
         """See `Kernels.offsets`."""
@@ -32,7 +40,7 @@ class ReferenceKernels:
         """See `Kernels.fc1`."""
         act_input = x.new_empty(x.shape[0], weights[0].shape[0])
         self.fc2(x, weights, bias, None, offsets, act_input)
-        return act_input, arithmetic.scaled_srelu(act_input, scales)
+        return act_input, self._activate(act_input, scales)
 
     def fc2(
         self,
@@ -61,11 +69,18 @@ class ReferenceKernels:
         dfc2_input = torch.empty(act_input.shape, dtype=wide, device=dy.device)
         dys = [rows.to(wide) for rows in _rows(dy, offsets)]
         arithmetic.grouped_dgrad(dys, [weight.to(wide) for weight in weights], dfc2_input)
-        dact_input, dscales = arithmetic.scaled_dsrelu(
-            dfc2_input, act_input.to(wide), scales.to(wide), need_scales=True
-        )
+        x, factors = act_input.to(wide), scales.to(wide)
+        if self._clamp is None:
+            dact_input, dscales = arithmetic.scaled_dsrelu(dfc2_input, x, factors, need_scales=True)
+        else:
+            dact_input, dscales = arithmetic.scaled_dtanh_srelu(dfc2_input, x, factors, self._clamp, need_scales=True)
         assert dscales is not None
-        return dact_input.to(dy.dtype), arithmetic.scaled_srelu(act_input, scales), dscales
+        return dact_input.to(dy.dtype), self._activate(act_input, scales), dscales
+
+    def _activate(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        if self._clamp is None:
+            return arithmetic.scaled_srelu(x, scales)
+        return arithmetic.scaled_tanh_srelu(x, scales, self._clamp)
 
     def fc1_dgrad(
         self, dact_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor

@@ -21,6 +21,7 @@ from quack.gemm_runtime.host import GemmEpiPlan, build_gemm_epi_plan, run_gemm_e
 
 from te_offload.fused.kernels import sm90_device
 from te_offload.fused.kernels.experts import ExpertsCache
+from te_offload.fused.kernels.interface import SquaredReLU
 
 CAPABILITY = (9, 0)
 
@@ -48,12 +49,7 @@ _WGRAD_TILE_MANY_ROWS = Tile(128, 256)
 _MANY_ROWS = 1024  # tokens an expert
 _NARROW = 8  # columns; the fewest that TMA takes
 _NARROW_TILE = Tile(128, 128, pingpong=True)
-_FC1_KERNELS = {  # by dtype, and whether there is a bias
-    (torch.bfloat16, False): sm90_device.SReLUGemmBF16,
-    (torch.bfloat16, True): sm90_device.BiasSReLUGemmBF16,
-    (torch.float16, False): sm90_device.SReLUGemmFP16,
-    (torch.float16, True): sm90_device.BiasSReLUGemmFP16,
-}
+_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
 def choose_tile(tiles: Sequence[tuple[Tile, float]], columns: int) -> Tile:
@@ -69,17 +65,22 @@ def _source_key() -> tuple[tuple[str, str], ...]:
 
 
 class Sm90Kernels:
-    """See `interface.Kernels`; the activation is the scaled squared ReLU. One a window: it knows where its weights are."""
+    """See `interface.Kernels`. One a window: it knows where its weights are.
 
-    def __init__(self) -> None:
+    Args:
+        activation: between FC1 and FC2.
+    """
+
+    def __init__(self, activation: SquaredReLU) -> None:
+        self._activation = activation
         self._experts = ExpertsCache()
         self._plans: dict[Any, GemmEpiPlan] = {}
 
     def __deepcopy__(self, memo: Any) -> Sm90Kernels:
-        return Sm90Kernels()
+        return Sm90Kernels(self._activation)
 
     def __reduce__(self) -> Any:
-        return Sm90Kernels, ()
+        return Sm90Kernels, (self._activation,)
 
     def offsets(self, split_sizes: torch.Tensor, tokens: int) -> torch.Tensor:
         """See `Kernels.offsets`."""
@@ -99,8 +100,9 @@ class Sm90Kernels:
         experts = self._experts.get("fc1", weights)
         act_input = x.new_empty(x.shape[0], experts.view.shape[1])
         fc2_input = torch.empty_like(act_input)
-        kernel = _FC1_KERNELS[x.dtype, bias is not None]
-        values = {"scale": scales, "fc2_input": fc2_input, sm90_device.TABLE: experts.table}
+        tanh = self._activation.clamp is not None
+        kernel = getattr(sm90_device, sm90_device.fc1_name(_DTYPE_NAMES[x.dtype], bias=bias is not None, tanh=tanh))
+        values = {"scale": scales, "fc2_input": fc2_input, sm90_device.TABLE: experts.table, **self._numbers()}
         if bias is not None:
             values["bias"] = bias
         tile = choose_tile(_FC1_TILES, act_input.shape[1])
@@ -141,7 +143,9 @@ class Sm90Kernels:
         tokens, columns = act_input.shape
         parts = torch.empty(tokens, tile.padded(columns) // tile.columns, dtype=torch.float32, device=dy.device)
         values = {"scale": scales, "fc2_input": fc2_input, "dscale": parts, sm90_device.TABLE: experts.table}
-        self._launch(sm90_device.DSReLUGemm, tile, dy, experts.view.mT, dact_input, act_input, values, offsets)
+        values |= self._numbers()
+        kernel = sm90_device.DSReLUGemm if self._activation.clamp is None else sm90_device.DTanhSReLUGemm
+        self._launch(kernel, tile, dy, experts.view.mT, dact_input, act_input, values, offsets)
         return dact_input, fc2_input, parts.sum(1)
 
     def fc1_dgrad(
@@ -201,6 +205,10 @@ class Sm90Kernels:
         self._launch(sm90_device.PlainGemm, _NARROW_TILE, dy, rows, products, None, values, offsets)
         return dbias, products[:, 0]
 
+    def _numbers(self) -> dict[str, Any]:
+        clamp = self._activation.clamp
+        return {} if clamp is None else {"clamp": clamp, "inverse": 1 / clamp}
+
     def _launch(
         self,
         kernel: type[Any],
@@ -209,13 +217,20 @@ class Sm90Kernels:
         b: torch.Tensor,
         d: torch.Tensor,
         c: torch.Tensor | None,
-        values: dict[str, torch.Tensor],
+        values: dict[str, Any],
         offsets: torch.Tensor,
     ) -> None:
         """Launch ``d = epilogue(a @ b.T, c)``; a kernel is compiled, or found on disk, when it is first needed."""
         if not a.shape[0]:
             return
-        key = kernel, tile, a.dtype, d.dtype, b.stride(-1) == 1, tuple([value.dtype for value in values.values()])
+        key = (
+            kernel,
+            tile,
+            a.dtype,
+            d.dtype,
+            b.stride(-1) == 1,
+            tuple([getattr(v, "dtype", None) for v in values.values()]),
+        )
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = build_gemm_epi_plan(

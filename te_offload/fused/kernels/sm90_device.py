@@ -12,6 +12,7 @@ and H are the dimensions of one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 from quack.compile_utils import make_fake_tensor
 from quack.cute_dsl_utils import mlir_namedtuple
-from quack.epilogue.ops import ColVecLoad, ColVecReduce, EpiOp, RowVecLoad, TileStore
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, EpiOp, RowVecLoad, Scalar, TileStore
 from quack.epilogue.visit import _EpiModMixinBase
 from quack.gemm_sm90 import GemmSm90
 
@@ -151,79 +152,83 @@ def _kernel(
     )
 
 
-def _plain(acc: Any) -> dict[str, Any]:
-    return {"D": acc}
+def _squared_relu(x: Any, clamp: Any, inverse: Any) -> tuple[Any, Any]:
+    """``relu(x)``, or ``clamp * tanh(relu(x) / clamp)``, squared; and its derivative."""
+    relu = cute.arch.fmax(x, 0.0)
+    if clamp is None:
+        return relu * relu, relu + relu
+    decay = cute.math.exp2(relu * inverse * _EXP2_OF_MINUS_TWO, fastmath=True)  # exp(-2z), which never overflows
+    tanh = (1.0 - decay) / (1.0 + decay)
+    soft = clamp * tanh
+    return soft * soft, (soft + soft) * (1.0 - tanh * tanh)
 
 
-def _biased(acc: Any, bias: Any) -> dict[str, Any]:
-    return {"D": acc + bias}
+def _fc1(dtype: Any) -> Callable[..., dict[str, Any]]:
+    def epilogue(acc: Any, scale: Any, bias: Any = None, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
+        act_input = acc if bias is None else acc + bias
+        square, _ = _squared_relu(act_input.to(dtype).to(Float32), clamp, inverse)
+        return {"D": act_input, "fc2_input": square * scale}
+
+    return epilogue
 
 
-def _scale_biased(acc: Any, bias: Any, scale: Any) -> dict[str, Any]:
-    return {"D": acc + bias * scale}
+def _fc2(acc: Any, bias: Any = None, scale: Any = None) -> dict[str, Any]:
+    if bias is None:
+        return {"D": acc}
+    return {"D": acc + bias if scale is None else acc + bias * scale}
 
 
-def _biased_srelu_bf16(acc: Any, bias: Any, scale: Any) -> dict[str, Any]:
-    act_input = acc + bias
-    relu = cute.arch.fmax(act_input.to(BFloat16).to(Float32), 0.0)
-    return {"D": act_input, "fc2_input": relu * relu * scale}
+def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
+    square, slope = _squared_relu(c, clamp, inverse)
+    return {"D": acc * scale * slope, "fc2_input": square * scale, "dscale": (square, acc)}
 
 
-def _biased_srelu_fp16(acc: Any, bias: Any, scale: Any) -> dict[str, Any]:
-    act_input = acc + bias
-    relu = cute.arch.fmax(act_input.to(Float16).to(Float32), 0.0)
-    return {"D": act_input, "fc2_input": relu * relu * scale}
-
-
-def _srelu_bf16(acc: Any, scale: Any) -> dict[str, Any]:
-    relu = cute.arch.fmax(acc.to(BFloat16).to(Float32), 0.0)
-    return {"D": acc, "fc2_input": relu * relu * scale}
-
-
-def _srelu_fp16(acc: Any, scale: Any) -> dict[str, Any]:
-    relu = cute.arch.fmax(acc.to(Float16).to(Float32), 0.0)
-    return {"D": acc, "fc2_input": relu * relu * scale}
-
-
-def _dsrelu(acc: Any, c: Any, scale: Any) -> dict[str, Any]:
-    relu = cute.arch.fmax(c, 0.0)
-    square = relu * relu
-    return {"D": acc * scale * (relu + relu), "fc2_input": square * scale, "dscale": (square, acc)}
-
-
+_EXP2_OF_MINUS_TWO = -2.0 * math.log2(math.e)
 _FC2_INPUT = TileStore("fc2_input")
-_SCALE = ColVecLoad("scale")
-_BIAS = _ExpertRow("bias")
+_SCALE, _BIAS = ColVecLoad("scale"), _ExpertRow("bias")
+_COLUMN, _ROW = ("scale", "col"), ("bias", "row")
+_CLAMP = Scalar("clamp"), Scalar("inverse")
+_NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
+_DSCALE = ColVecReduce("dscale", scaled=True)
 
-PlainGemm = _kernel("PlainGemm", _plain)
-"""``D = A @ w``: FC2, and the dgrad of FC1."""
+PlainGemm = _kernel("PlainGemm", _fc2)
+BiasGemm = _kernel("BiasGemm", _fc2, ops=(_BIAS,), operands=(_ROW,))
+ScaledBiasGemm = _kernel("ScaledBiasGemm", _fc2, ops=(_BIAS, _SCALE), operands=(_ROW, _COLUMN))
+"""``D = A @ w``, plus a bias an expert, times a scale a row: FC2, and the dgrad of FC1."""
 
-BiasGemm = _kernel("BiasGemm", _biased, ops=(_BIAS,), operands=(("bias", "row"),))
-"""FC2 with a bias an expert."""
 
-ScaledBiasGemm = _kernel(
-    "ScaledBiasGemm", _scale_biased, ops=(_BIAS, _SCALE), operands=(("bias", "row"), ("scale", "col"))
-)
-"""FC2 with a bias an expert times a scale a row."""
+def fc1_name(dtype: str, *, bias: bool, tanh: bool) -> str:
+    """Name of the kernel class of FC1: ``D`` is the activation input, rounded; ``fc2_input`` its squared ReLU, soft-clamped
+    by a tanh or not, times the row's scale.
+    """
+    return f"{'Bias' if bias else ''}{'Tanh' if tanh else ''}SReLUGemm{dtype}"
 
-_SRELU: dict[str, Any] = {"ops": (_SCALE, _FC2_INPUT), "operands": (("scale", "col"),), "outputs": ("fc2_input",)}
-_BIASED_SRELU: dict[str, Any] = {
-    "ops": (_BIAS, _SCALE, _FC2_INPUT),
-    "operands": (("bias", "row"), ("scale", "col")),
-    "outputs": ("fc2_input",),
-}
 
-SReLUGemmBF16 = _kernel("SReLUGemmBF16", _srelu_bf16, **_SRELU)
-SReLUGemmFP16 = _kernel("SReLUGemmFP16", _srelu_fp16, **_SRELU)
-BiasSReLUGemmBF16 = _kernel("BiasSReLUGemmBF16", _biased_srelu_bf16, **_BIASED_SRELU)
-BiasSReLUGemmFP16 = _kernel("BiasSReLUGemmFP16", _biased_srelu_fp16, **_BIASED_SRELU)
-"""FC1: ``D`` is the activation input, rounded; ``fc2_input`` its squared ReLU times the row's scale."""
+for _dtype_name, _dtype in (("BF16", BFloat16), ("FP16", Float16)):
+    for _with_bias in (False, True):
+        for _with_tanh in (False, True):
+            _name = fc1_name(_dtype_name, bias=_with_bias, tanh=_with_tanh)
+            globals()[_name] = _kernel(
+                _name,
+                _fc1(_dtype),
+                ops=(*((_BIAS,) if _with_bias else ()), _SCALE, *(_CLAMP if _with_tanh else ()), _FC2_INPUT),
+                operands=(*((_ROW,) if _with_bias else ()), _COLUMN, *(_NUMBERS if _with_tanh else ())),
+                outputs=("fc2_input",),
+            )
 
 DSReLUGemm = _kernel(
     "DSReLUGemm",
-    _dsrelu,
-    ops=(_SCALE, _FC2_INPUT, ColVecReduce("dscale", scaled=True)),
-    operands=(("c", "c"), ("scale", "col")),
+    _dact,
+    ops=(_SCALE, _FC2_INPUT, _DSCALE),
+    operands=(("c", "c"), _COLUMN),
+    outputs=("fc2_input",),
+    sinks=("dscale",),
+)
+DTanhSReLUGemm = _kernel(
+    "DTanhSReLUGemm",
+    _dact,
+    ops=(_SCALE, *_CLAMP, _FC2_INPUT, _DSCALE),
+    operands=(("c", "c"), _COLUMN, *_NUMBERS),
     outputs=("fc2_input",),
     sinks=("dscale",),
 )
