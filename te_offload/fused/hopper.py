@@ -2,9 +2,9 @@
 
 In: windows of GroupedLinear, ScaledSReLU or ScaledTanhSReLU, GroupedLinear with at least one op of `te_offload.ops`. Out:
 the results of the three ops, and their slots: ``fc1_input`` and ``act_input`` are saved, ``fc2_input`` is rebuilt in the
-backward. Keeps true: each slot is declared when it is written and read back just before its first use; what one call cannot
-take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: take windows unless
-it is told to.
+backward. Keeps true: each slot is declared when it is written and read back just before its first use; what one call
+cannot take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: take
+windows unless it is told to.
 
 ``TE_OFFLOAD_FUSED_MLP`` tells, when a Sequential runs first: ``1`` takes windows on Hopper, ``reference`` takes them
 everywhere and computes in torch arithmetic, anything else takes none.
