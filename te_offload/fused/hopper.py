@@ -184,6 +184,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         act_input, fc2_input = kernels.fc1(x, weights1, bias1, flat_scales, offsets1)
         if saves:
             ctx2.to_save = (act_input, scales)
+            te_adapter.mark_activations(act_input)
             _declare(activation, te_adapter.read_activation, ctx2)
         shape = [*input_.shape[:-1], fc2.out_features]
         buffer = kwargs["basic_op_kwargs"][2].get(te_adapter.GROUPED_LINEAR_OUTPUT_KEY)
@@ -213,6 +214,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         ctx.dgrad_out = kwargs["basic_op_kwargs"][number].get(te_adapter.GROUPED_LINEAR_GRAD_INPUT_KEY)
         ctx.weight_requires_grad = _first_weight(op).requires_grad
         ctx.to_save = (*metadata, None, None, None, *bias_scales, x)
+        te_adapter.mark_activations(x)
         _declare(op, te_adapter.read_grouped_linear, ctx)
 
     def _check(self, input_: torch.Tensor, splits1: Any, scales: Any, splits2: Any) -> None:

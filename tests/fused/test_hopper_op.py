@@ -11,11 +11,13 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
+from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
 
 from te_offload import Fate, OffloadSession, Reason, ops
 from te_offload.errors import ArgumentError, SavedTensorModifiedError
 from te_offload.fused import find_windows, hopper
 from te_offload.fused.hopper import HopperGroupedMLP
+from tests.layouts.test_unfused_layouts import listen
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
 from tests.support.reference import activate, grouped_linear
 from tests.support.tolerances import assert_close_to_fp64
@@ -211,6 +213,20 @@ def test_window_of_which_only_fc2_needs_a_gradient_runs_op_by_op() -> None:
         assert parameter.grad is None or torch.allclose(parameter.grad, expected[name], rtol=1e-5)
     assert module[2].weight0.grad is not None
     assert isinstance(fused, HopperGroupedMLP)
+
+
+@pytest.mark.parametrize("keep", [None, "fc1_input", "act_input"])
+def test_v1_context_is_told_of_the_two_slots_that_may_go(monkeypatch: pytest.MonkeyPatch, keep: str | None) -> None:
+    monkeypatch.setattr(cpu_offload, "NVTE_CPU_OFFLOAD_V1", True)
+    monkeypatch.setattr(cpu_offload_v1, "CPUOffloadEnabled", True)
+    module = mlp(keep=[keep] if keep else [])
+    listener = listen(module)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        run(module, SPLITS)
+    for name, saved in zip(("fc1_input", "act_input"), listener.saved, strict=False):
+        assert [hasattr(buffer, "activation_offloading") for buffer in saved.buffers] == [name != keep]
+        assert not any(hasattr(tensor, "activation_offloading") for tensor in saved.exempt)
+    assert listener.saved[2].buffers == ()
 
 
 def test_non_contiguous_gradient_gives_what_a_contiguous_one_does() -> None:

@@ -37,6 +37,12 @@ def mark_exempt_and_kept(slot: SavedSlot, *, keep_input: bool) -> None:
                 tensor.__dict__.pop(mark, None)
 
 
+def mark_activations(*tensors: torch.Tensor | None) -> None:
+    """Say of tensors that they may go, as Transformer Engine's ops do; only its v1 context asks."""
+    if cpu_offload.NVTE_CPU_OFFLOAD_V1 and cpu_offload_v1.is_cpu_offload_enabled():
+        cpu_offload_v1.mark_activation_offload(*tensors)
+
+
 def is_marked_not_offload(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries the mark of `mark_not_offload`."""
     return bool(getattr(tensor, "_TE_do_not_offload", False))
