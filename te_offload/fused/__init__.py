@@ -7,11 +7,15 @@ offloading exists, beyond naming slots.
 
 from typing import Any
 
+import transformer_engine.pytorch as te
+
+from te_offload.errors import ArgumentTypeError
 from te_offload.fused import blackwell, hopper
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows, named_slot_owners
+from te_offload.ops import te_adapter
 
-__all__ = ["Support", "Window", "explain", "find_windows", "named_slot_owners"]
+__all__ = ["Support", "Window", "explain", "find_windows", "fuse", "named_slot_owners"]
 
 
 def explain(window: Window, recipe: Any = None) -> Support:
@@ -26,6 +30,28 @@ def explain(window: Window, recipe: Any = None) -> Support:
             return support
         reasons.append(f"{path}: {support.reason}")
     return Support(False, "; ".join(reasons))
+
+
+def fuse(sequential: te.ops.Sequential, recipe: Any = None) -> list[Support]:
+    """Have te_offload's own fused op take the windows of a Sequential of plain `te.ops`, from its next call on. Windows
+    with an op of `te_offload.ops` need no such call.
+
+    Args:
+        sequential: of Transformer Engine. recipe: that it will run under; ``None``: no quantization.
+
+    Returns:
+        for each window whether it is taken, and if not, why.
+
+    Raises:
+        ArgumentTypeError: no Sequential of Transformer Engine.
+    """
+    if not isinstance(sequential, te.ops.Sequential):
+        raise ArgumentTypeError(f"fuse takes a te.ops.Sequential, but got {type(sequential).__name__}.")
+    found = list(find_windows(list(sequential)))
+    for window in found:
+        window.ask_for()
+    te_adapter.forget_fusions(sequential)
+    return [hopper.explain(window, recipe) for window in found]
 
 
 blackwell.register()

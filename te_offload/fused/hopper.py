@@ -1,8 +1,8 @@
 """The fused grouped MLP of te_offload: GEMM, scaled squared ReLU and GEMM with the activation in the epilogues (Hopper).
 
-In: windows of GroupedLinear, ScaledSReLU or ScaledTanhSReLU, GroupedLinear with at least one op of `te_offload.ops`. Out:
-the results of the three ops, and their slots: ``fc1_input`` and ``act_input`` are saved, ``fc2_input`` is rebuilt in the
-backward. Keeps true: each slot is declared when it is written and read back just before its first use; what one call
+In: windows of GroupedLinear, ScaledSReLU or ScaledTanhSReLU, GroupedLinear with an op of `te_offload.ops`, or asked for.
+Out: the results of the three ops, and their slots: ``fc1_input`` and ``act_input`` are saved, ``fc2_input`` is rebuilt in
+the backward. Keeps true: each slot is declared when it is written and read back just before its first use; what one call
 cannot take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: take
 windows unless it is told to.
 
@@ -88,7 +88,7 @@ def fuse_windows(ops: list[Any], *, recipe: Any = None, **_: Any) -> list[Any]:
     fused: list[Any] = []
     position = 0
     for window in find_windows(ops):
-        if window.has_slot_owner and explain(window, recipe).ok:
+        if (window.has_slot_owner or window.asked_for) and explain(window, recipe).ok:
             fused += [*ops[position : window.start], HopperGroupedMLP(window.ops)]
             position = window.start + 3
     return fused + ops[position:]

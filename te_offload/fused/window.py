@@ -25,6 +25,9 @@ ACTIVATIONS = (
 )
 
 
+_ASKED = "_te_offload_fuses"
+
+
 @dataclass(frozen=True)
 class Window:
     """One grouped MLP among the ops of a Sequential.
@@ -48,6 +51,15 @@ class Window:
     def has_slot_owner(self) -> bool:
         """Whether at least one of the ops is of `te_offload.ops`."""
         return any(isinstance(op, SlotOwner) for op in self.ops)
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether `ask_for` was called."""
+        return bool(getattr(self.fc1, _ASKED, False))
+
+    def ask_for(self) -> None:
+        """Have te_offload's own fused op take it, also if all of its ops are of plain `te.ops`."""
+        setattr(self.fc1, _ASKED, True)
 
 
 def find_windows(ops: Sequence[torch.nn.Module]) -> Iterator[Window]:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
 
 from te_offload import Fate, OffloadSession, Reason, ops
-from te_offload.errors import ArgumentError, SavedTensorModifiedError
-from te_offload.fused import find_windows, hopper
+from te_offload.errors import ArgumentError, ArgumentTypeError, SavedTensorModifiedError
+from te_offload.fused import find_windows, fuse, hopper
 from te_offload.fused.hopper import HopperGroupedMLP
 from tests.layouts.test_unfused_layouts import listen
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
@@ -339,6 +339,37 @@ def test_window_that_is_not_taken_says_why(options: dict[str, Any], reason: str)
 def test_windows_are_not_taken_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(hopper.SWITCH)
     assert "is not set to 1" in hopper.explain(next(find_windows(list(mlp())))).reason
+
+
+def test_plain_te_ops_are_fused_if_asked_for_and_give_the_same_bits() -> None:
+    expected, ours = run(mlp(), SPLITS), mlp()
+    linear = {"bias": False, "device": "cpu", "dtype": torch.float32}
+    plain = te.ops.Sequential(
+        te.ops.GroupedLinear(len(SPLITS), 16, 32, **linear),
+        te.ops.ScaledSReLU(),
+        te.ops.GroupedLinear(len(SPLITS), 32, 16, **linear),
+    )
+    plain.load_state_dict(ours.state_dict())
+    assert [support.ok for support in fuse(plain)] == [True]
+    found = run(plain, SPLITS)
+    assert len(fused_ops(plain)) == 1
+    assert_same_bits(expected, found)
+
+
+def test_asking_for_what_is_not_taken_says_why() -> None:
+    assert "its activation is ScaledSwiGLU" in fuse(mlp(activation="swiglu"))[0].reason
+    with pytest.raises(ArgumentTypeError, match=r"te\.ops\.Sequential"):
+        fuse(torch.nn.Sequential())
+
+
+def test_autocast_to_another_dtype_goes_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for switch in ("reference", "0"):
+        monkeypatch.setenv(hopper.SWITCH, switch)
+        module = mlp()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append(run(module, SPLITS))
+    assert_same_bits(*results)
 
 
 def test_window_of_plain_te_ops_is_left_alone() -> None:

@@ -187,6 +187,11 @@ def fused_glu_activations() -> tuple[type[Any], ...]:
 FusionFunction = Callable[..., list[Any]]
 
 
+def forget_fusions(sequential: Any) -> None:
+    """Have a Sequential look for fusions again at its next call."""
+    sequential._module_groups = None
+
+
 def register_joint_fusion(function: FusionFunction) -> None:
     """Put a joint forward-backward fusion before Transformer Engine's own, once per process."""
     functions = OperationFuser.forward_backward_fusion_functions
