@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 
-from te_offload.errors import SavedTensorModifiedError
+from te_offload.errors import ArgumentError, SavedTensorModifiedError
 from te_offload.fused.kernels.interface import Kernels, SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.support import Support
@@ -121,8 +121,13 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         self, ctxs: Sequence[te_adapter.OperationContext], input_: torch.Tensor, extra_inputs: Sequence[Any]
     ) -> str | None:
         fc1, activation, fc2 = self.basic_ops
-        if not isinstance(activation, (ScaledSReLU, ScaledTanhSReLU)) and extra_inputs[1][0].shape != input_.shape[:-1]:
-            return "the router scales are not one a row"
+        scales = extra_inputs[1][0]
+        right = scales.shape == input_.shape[:-1] and scales.device == input_.device and scales.is_floating_point()
+        if not right and not isinstance(activation, SlotOwner):  # ours raises its own error
+            return "the router scales are not one floating-point number a row, where the input is"
+        for sizes in (extra_inputs[0][0], extra_inputs[2][0]):
+            if sizes.dtype not in (torch.int32, torch.int64):
+                return f"the split sizes are {sizes.dtype}"
         if te_adapter.quantization_enabled() or te_adapter.is_grouped_tensor(input_):
             return "it computes on dense tensors of bf16 and fp16 alone"
         if len({ctx.requires_grad for ctx in ctxs}) > 1:
@@ -155,7 +160,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         """The forward of the three ops.
 
         Raises:
-            ArgumentError: wrong router scales; on the CPU also split sizes that do not sum to the tokens.
+            ArgumentError: another number of columns, or of split sizes, than the ops have; wrong router scales; on the CPU
+                also split sizes that do not sum to the tokens.
         """
         fc1, activation, fc2 = self.basic_ops
         ctx1, ctx2, ctx3 = basic_op_ctxs
@@ -219,6 +225,14 @@ class HopperGroupedMLP(te.ops.FusedOperation):
 
     def _check(self, input_: torch.Tensor, splits1: Any, scales: Any, splits2: Any) -> None:
         fc1, activation, fc2 = self.basic_ops
+        if input_.shape[-1] != fc1.in_features:
+            raise ArgumentError(f"FC1: its input has {input_.shape[-1]} columns, but in_features={fc1.in_features}.")
+        for name, op, splits in (("FC1", fc1, splits1), ("FC2", fc2, splits2)):
+            if splits.shape != (op.num_groups,):
+                raise ArgumentError(
+                    f"{name}: got split sizes of shape {tuple(splits.shape)} for {op.num_groups} experts; give "
+                    "one an expert."
+                )
         if isinstance(activation, (ScaledSReLU, ScaledTanhSReLU)):
             activation.check_scales(input_, scales)
         if not input_.is_cuda:

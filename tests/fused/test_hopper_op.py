@@ -313,6 +313,21 @@ def test_split_sizes_of_the_two_linears_are_checked_each() -> None:
         mlp()(x, sizes, scales, sizes + torch.tensor([1, 0, 0, 0]))
 
 
+def test_input_of_twice_the_columns_is_an_error_and_not_twice_the_rows() -> None:
+    x, _, scales = make_inputs((6, 0, 14, 2))
+    with pytest.raises(ArgumentError, match="FC1: its input has 32 columns, but in_features=16"):
+        mlp()(x.detach().view(11, 32), torch.tensor(SPLITS), scales[:11], torch.tensor(SPLITS))
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_another_number_of_split_sizes_than_experts_is_an_error(wrong: int) -> None:
+    x, sizes, scales = make_inputs(SPLITS)
+    both = [sizes, sizes]
+    both[wrong // 2] = torch.tensor([11])
+    with pytest.raises(ArgumentError, match=rf"FC{1 + wrong // 2}: got split sizes of shape \(1,\) for 4 experts"):
+        mlp()(x, both[0], scales, both[1])
+
+
 def test_router_scales_of_another_shape_are_an_error() -> None:
     x, sizes, scales = make_inputs(SPLITS)
     with pytest.raises(ArgumentError, match="one scale a row"):
