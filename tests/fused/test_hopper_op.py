@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -385,6 +386,26 @@ def test_autocast_to_another_dtype_goes_op_by_op(monkeypatch: pytest.MonkeyPatch
         with torch.autocast("cpu", dtype=torch.bfloat16):
             results.append(run(module, SPLITS))
     assert_same_bits(*results)
+
+
+@pytest.mark.parametrize(
+    ("card", "installed", "reason"),
+    [
+        (None, True, "there is no CUDA device"),
+        ((10, 0), True, "compute capability 10.0 is not 9.0"),
+        ((9, 0), False, "quack-kernels is not installed"),
+        ((9, 0), True, ""),
+    ],
+)
+def test_machine_without_kernels_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, card: tuple[int, int] | None, installed: bool, reason: str
+) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    support = hopper.explain(next(find_windows(list(mlp()))))
+    assert support.ok == (not reason) and reason in support.reason
 
 
 def test_window_of_plain_te_ops_is_left_alone() -> None:

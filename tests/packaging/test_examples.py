@@ -11,10 +11,19 @@ EXAMPLES = [path.stem for path in (Path(__file__).parents[2] / "examples").glob(
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_runs_and_shows_its_slots(name: str) -> None:
+def test_example_runs_and_shows_its_slots(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if name.endswith("_fused"):
+        monkeypatch.setenv("TE_OFFLOAD_FUSED_MLP", "reference")
     report = importlib.import_module(f"examples.{name}").main()
-    assert "layer0/0.fc1_input" in report
+    assert "0.fc1_input" in report
     assert "kept: asked by the user" in report
+    assert ("recomputed: the backward" in report) == name.endswith("_fused")
+
+
+def test_fused_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TE_OFFLOAD_FUSED_MLP", "reference")
+    first, last = importlib.import_module("examples.train_moe_fused").main().split("\n")[0].split()[1::2]
+    assert float(last) < 0.9 * float(first)
 
 
 def test_there_are_examples() -> None:
