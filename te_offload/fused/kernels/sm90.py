@@ -9,6 +9,7 @@ Compiled kernels are kept on disk by QuACK (``QUACK_CACHE_DIR``, or a folder und
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -22,8 +23,10 @@ from quack.gemm_runtime.host import GemmEpiPlan, build_gemm_epi_plan, run_gemm_e
 from te_offload.fused.kernels import sm90_device
 from te_offload.fused.kernels.experts import ExpertsCache
 from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.progress import said_if_slow
 
 CAPABILITY = (9, 0)
+_COMPILING = "Compiling a kernel of the fused grouped MLP for Hopper; it is kept on disk"
 
 
 class Tile(NamedTuple):
@@ -75,6 +78,7 @@ class Sm90Kernels:
         self._activation = activation
         self._experts = ExpertsCache()
         self._plans: dict[Any, GemmEpiPlan] = {}
+        self._launched: set[Any] = set()
 
     def __deepcopy__(self, memo: Any) -> Sm90Kernels:
         return Sm90Kernels(self._activation)
@@ -166,20 +170,24 @@ class Sm90Kernels:
                 out.zero_()
             return
         tile = _WGRAD_TILE_MANY_ROWS if x.shape[0] >= _MANY_ROWS * out.shape[0] else _WGRAD_TILE
-        gemm(
-            dy.mT,
-            x.mT,
-            out,
-            None,
-            None,
-            tile.rows,
-            tile.columns,
-            tile.cluster_rows,
-            tile.cluster_columns,
-            pingpong=tile.pingpong,
-            cu_seqlens_k=offsets,
-            add_to_output=accumulate,
-        )
+        key = "wgrad", tile, dy.dtype, out.dtype, accumulate
+        slow: Any = contextlib.nullcontext() if key in self._launched else said_if_slow(f"{_COMPILING}: wgrad")
+        self._launched.add(key)
+        with slow:
+            gemm(
+                dy.mT,
+                x.mT,
+                out,
+                None,
+                None,
+                tile.rows,
+                tile.columns,
+                tile.cluster_rows,
+                tile.cluster_columns,
+                pingpong=tile.pingpong,
+                cu_seqlens_k=offsets,
+                add_to_output=accumulate,
+            )
 
     def bias_grads(
         self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
@@ -233,20 +241,21 @@ class Sm90Kernels:
         )
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = build_gemm_epi_plan(
-                kernel,
-                CAPABILITY,
-                a,
-                b,
-                d,
-                c,
-                epi_values=values,
-                tile_M=tile.rows,
-                tile_N=tile.columns,
-                cluster_M=tile.cluster_rows,
-                cluster_N=tile.cluster_columns,
-                pingpong=tile.pingpong,
-                varlen_m=True,
-                post_init_attrs=_source_key(),
-            )
+            with said_if_slow(f"{_COMPILING}: {kernel.__name__}"):
+                plan = self._plans[key] = build_gemm_epi_plan(
+                    kernel,
+                    CAPABILITY,
+                    a,
+                    b,
+                    d,
+                    c,
+                    epi_values=values,
+                    tile_M=tile.rows,
+                    tile_N=tile.columns,
+                    cluster_M=tile.cluster_rows,
+                    cluster_N=tile.cluster_columns,
+                    pingpong=tile.pingpong,
+                    varlen_m=True,
+                    post_init_attrs=_source_key(),
+                )
         run_gemm_epi_plan(plan, a, b, d, c, values, cu_seqlens_m=offsets)
