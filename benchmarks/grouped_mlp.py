@@ -91,10 +91,12 @@ class Case:
         """The fused op's launches alone."""
         kernels, x = self._kernels, self.x.detach()
         act_input, offsets = self.bare_forward()
-        dact, fc2_input, _ = kernels.fc2_dgrad(self.dy, self.weights2, act_input, self.scales.detach(), offsets)
+        dact, fc2_input, _ = kernels.fc2_dgrad(
+            self.dy, kernels.prepare("fc2", self.weights2), act_input, self.scales.detach(), offsets
+        )
         dw2 = x.new_empty(len(self.weights2), self.hidden, self.ffn)
         kernels.wgrad(self.dy, fc2_input, offsets, dw2, accumulate=False)
-        kernels.fc1_dgrad(dact, self.weights1, offsets, torch.empty_like(x))
+        kernels.fc1_dgrad(dact, kernels.prepare("fc1", self.weights1), offsets, torch.empty_like(x))
         dw1 = x.new_empty(len(self.weights1), self.ffn, self.hidden)
         kernels.wgrad(dact, x, offsets, dw1, accumulate=False)
         return dw1, dw2
@@ -103,8 +105,10 @@ class Case:
         """The same, forward alone."""
         kernels, x = self._kernels, self.x.detach()
         offsets = kernels.offsets(self.sizes, self.tokens)
-        act_input, fc2_input = kernels.fc1(x, self.weights1, None, self.scales.detach(), offsets)
-        kernels.fc2(fc2_input, self.weights2, None, None, offsets, torch.empty_like(x))
+        act_input, fc2_input = kernels.fc1(
+            x, kernels.prepare("fc1", self.weights1), None, self.scales.detach(), offsets
+        )
+        kernels.fc2(fc2_input, kernels.prepare("fc2", self.weights2), None, None, offsets, torch.empty_like(x))
         return act_input, offsets
 
 

@@ -22,6 +22,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, SavedTensorModifiedError
+from te_offload.fused.kernels.experts import TMA_BYTES
 from te_offload.fused.kernels.interface import Kernels, SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.support import Support
@@ -103,7 +104,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
 
     def __init__(self, basic_ops: Sequence[torch.nn.Module]) -> None:
         super().__init__(basic_ops)
-        self._kernels: Kernels | None = None
+        self._kernels: dict[bool, Kernels] = {}  # for a GPU, and not: a module may move
 
     def support(
         self, ctxs: Sequence[te_adapter.OperationContext], input_: torch.Tensor, extra_inputs: Sequence[Any]
@@ -166,17 +167,21 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         fc1, activation, fc2 = self.basic_ops
         ctx1, ctx2, ctx3 = basic_op_ctxs
         extra_inputs = kwargs["basic_op_extra_inputs"]
-        support = self.support(basic_op_ctxs, input_, extra_inputs)
-        ctx1.te_offload_fused = support.ok
-        if not support.ok:
+        kernels = self._kernels_for(input_)
+        taken = self.support(basic_op_ctxs, input_, extra_inputs).ok
+        if taken:
+            try:
+                weights1, weights2 = kernels.prepare("fc1", _weights(fc1)), kernels.prepare("fc2", _weights(fc2))
+            except ArgumentError:  # they lie where TMA cannot read them; Transformer Engine can
+                taken = False
+        ctx1.te_offload_fused = taken
+        if not taken:
             return self._forward_one_by_one(basic_op_ctxs, input_, **kwargs)
         splits1, scales, splits2 = extra_inputs[0][0], extra_inputs[1][0], extra_inputs[2][0]
         self._check(input_, splits1, scales, splits2)
-        weights1, weights2 = _weights(fc1), _weights(fc2)
         dtype = _first_weight(fc1).dtype
         bias1, bias2 = _bias(fc1, dtype), _bias(fc2, dtype)
         bias_scales = extra_inputs[2][1] if fc2._scale_bias else None
-        kernels = self._kernels_for(input_)
         x = te_adapter.maybe_dequantize(input_, dtype).reshape(-1, fc1.in_features).contiguous()
         flat_scales = _wide(scales)
         offsets1 = kernels.offsets(splits1, x.shape[0])
@@ -282,8 +287,9 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         dtype = act_input.dtype
         dy = te_adapter.maybe_dequantize(grad_output, dtype).reshape(-1, fc2.out_features).contiguous()
         kernels = self._kernels_for(dy)
+        weights1, weights2 = kernels.prepare("fc1", _weights(fc1)), kernels.prepare("fc2", _weights(fc2))
         flat_scales = _wide(scales)
-        dact_input, fc2_input, dscales = kernels.fc2_dgrad(dy, _weights(fc2), act_input, flat_scales, offsets2)
+        dact_input, fc2_input, dscales = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
         ctx2.saved_tensors = act_input = None  # the session, or the allocator, may have its memory now
         grads2 = self._wgrad(fc2, ctx3, kernels, dy, fc2_input, offsets2)
         del fc2_input
@@ -293,7 +299,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         offsets1, x = ctx1.saved_tensors[1], ctx1.saved_tensors[5]
         shape = [*grad_output.shape[:-1], fc1.in_features]
         grad_input = te_adapter.validate_or_alloc_output(ctx1.dgrad_out, shape, dtype, dy.device)
-        kernels.fc1_dgrad(dact_input, _weights(fc1), offsets1, grad_input.view(-1, fc1.in_features))
+        kernels.fc1_dgrad(dact_input, weights1, offsets1, grad_input.view(-1, fc1.in_features))
         grads1 = self._wgrad(fc1, ctx1, kernels, dact_input, x, offsets1)
         dbias1, _ = self._bias_grads(fc1, kernels, dact_input, None, offsets1)
         params = [_in_order(fc1, grads1, dbias1), [], _in_order(fc2, grads2, dbias2)]
@@ -336,14 +342,15 @@ class HopperGroupedMLP(te.ops.FusedOperation):
                 grads[0], shape[0], shape[1:], label="weight"
             )
         else:
-            together = _as_one(grads)
-        if together is not None:
+            together = _as_one([grad.view(shape[1:]) for grad in grads])
+        if together is not None and together.data_ptr() % TMA_BYTES == 0:
             kernels.wgrad(dy, x, offsets, together, accumulate=accumulate)
         else:
             packed = torch.empty(shape, dtype=grads[0].dtype, device=dy.device)
             kernels.wgrad(dy, x, offsets, packed, accumulate=False)
             add_or_copy = torch._foreach_add_ if accumulate else torch._foreach_copy_
-            add_or_copy([grad.view(shape[1:]) for grad in grads], list(packed.unbind(0)))
+            targets = [grad.view(shape[1:]) for grad in grads] if together is None else list(together.unbind(0))
+            add_or_copy(targets, list(packed.unbind(0)))
         return te_adapter.dummy_grads(weights)
 
     def _backward_one_by_one(
@@ -364,11 +371,13 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         return dy, grads, extras
 
     def _kernels_for(self, tensor: torch.Tensor) -> Kernels:
-        if self._kernels is None:
+        kernels = self._kernels.get(tensor.is_cuda)
+        if kernels is None:
             reference = os.environ.get(SWITCH) == "reference" or not tensor.is_cuda
             activation = SquaredReLU(getattr(self.basic_ops[1], "tanh_clamp_scale", None))
-            self._kernels = ReferenceKernels(activation) if reference else _sm90_kernels(activation)
-        return self._kernels
+            kernels = ReferenceKernels(activation) if reference else _sm90_kernels(activation)
+            self._kernels[tensor.is_cuda] = kernels
+        return kernels
 
 
 def _sm90_kernels(activation: SquaredReLU) -> Kernels:
@@ -441,8 +450,9 @@ def _as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _wide(scales: torch.Tensor) -> torch.Tensor:
-    """Router scales, flat, in float32 or wider."""
-    return scales.reshape(-1).to(torch.float64 if scales.dtype is torch.float64 else torch.float32)
+    """Router scales, flat, in float32; in float64 where they are, on the CPU: the kernels read float32."""
+    wider = scales.dtype is torch.float64 and not scales.is_cuda
+    return scales.reshape(-1).to(torch.float64 if wider else torch.float32)
 
 
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:

@@ -18,6 +18,7 @@ from te_offload import Fate, OffloadSession, Reason, ops
 from te_offload.errors import ArgumentError, ArgumentTypeError, SavedTensorModifiedError
 from te_offload.fused import find_windows, fuse, hopper
 from te_offload.fused.hopper import HopperGroupedMLP
+from te_offload.fused.kernels.reference import ReferenceKernels
 from tests.layouts.test_unfused_layouts import listen
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
 from tests.support.reference import activate, grouped_linear
@@ -274,8 +275,23 @@ def test_weight_written_to_between_forward_and_backward_is_an_error(name: str) -
         output.sum().backward()
 
 
+def test_weights_that_the_kernels_refuse_go_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, name: str, weights: object) -> object:
+        raise ArgumentError("not at a multiple of 16 bytes")
+
+    monkeypatch.setenv(hopper.SWITCH, "0")
+    expected = run(mlp(), SPLITS)
+    monkeypatch.setenv(hopper.SWITCH, "reference")
+    monkeypatch.setattr(ReferenceKernels, "prepare", refuse)
+    module = mlp()
+    assert_same_bits(expected, run(module, SPLITS))
+    assert len(fused_ops(module)) == 1
+
+
 @pytest.mark.parametrize("overwrite", [False, True], ids=["added", "overwritten"])
-@pytest.mark.parametrize("where", ["apart", "one behind the other", "in reverse", "one grouped weight"])
+@pytest.mark.parametrize(
+    "where", ["apart", "one behind the other", "in reverse", "at odd addresses", "one grouped weight"]
+)
 def test_main_grad_receives_the_weight_gradients(monkeypatch: pytest.MonkeyPatch, where: str, overwrite: bool) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     single, experts = where == "one grouped weight", range(len(SPLITS))
@@ -284,7 +300,8 @@ def test_main_grad_receives_the_weight_gradients(monkeypatch: pytest.MonkeyPatch
     for layer in (0, 2):
         parameters = list(module[layer].parameters())
         sizes = [parameter.numel() for parameter in parameters]
-        together = torch.ones(sum(sizes)).split(sizes)
+        odd = where == "at odd addresses"  # of which TMA cannot write one
+        together = torch.ones(sum(sizes) + odd)[int(odd) :].split(sizes)
         parts = [torch.ones(size) for size in sizes] if where == "apart" else list(together)
         parts = parts[::-1] if where == "in reverse" else parts  # as Megatron-core lays its buffers out
         for parameter, part in zip(parameters, parts, strict=True):

@@ -45,7 +45,7 @@ def fused_run(module: te.ops.Sequential, splits: Sequence[int], *, extra: int = 
     """One step, of which the fused op's kernels took both ways."""
     found = run(module, splits, hidden=HIDDEN, extra=extra)
     fused = next(op for op, _ in module._module_groups[0]._forward_ops)
-    assert isinstance(fused, HopperGroupedMLP) and not isinstance(fused._kernels, ReferenceKernels)
+    assert isinstance(fused, HopperGroupedMLP) and not isinstance(fused._kernels[True], ReferenceKernels)
     return found
 
 
@@ -167,6 +167,17 @@ def test_weights_that_moved_between_steps_are_found() -> None:
     assert_same_bits(expected, fused_run(module, SPLITS["ragged"]))
 
 
+def test_weights_that_tma_cannot_read_go_op_by_op() -> None:
+    module = mlp()
+    for parameter in module.parameters():
+        flat = torch.empty(parameter.numel() + 1, device="cuda", dtype=torch.bfloat16)
+        flat[1:].copy_(parameter.data.flatten())
+        parameter.data = flat[1:].view(parameter.shape)
+    fused_run(module, SPLITS["ragged"])
+    fused = next(op for op, _ in module._module_groups[0]._forward_ops)
+    assert not fused._kernels[True]._plans
+
+
 def test_single_grouped_weight_gives_the_bits_of_separate_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     separate, grouped = mlp(), mlp(single_grouped_weight=True)
@@ -205,7 +216,7 @@ def test_split_sizes_on_the_host_go_op_by_op() -> None:
     expected = run(mlp(), SPLITS["ragged"], hidden=HIDDEN)["output"]
     output = module(x, on_host, scales, on_host)
     fused = next(op for op, _ in module._module_groups[0]._forward_ops)
-    assert fused._kernels is None
+    assert not fused._kernels[True]._plans
     torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
 
 

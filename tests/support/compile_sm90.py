@@ -36,25 +36,21 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU) -> int:
     def any_number(*_: object, **__: object) -> int:
         return 66
 
-    def experts(name: str, weights: object) -> Experts:
-        return of_fc1 if name == "fc1" else of_fc2
-
     vars(sm90)["run_gemm_epi_plan"] = quack.gemm.run_gemm_plan = count
     quack.gemm.get_max_active_clusters = quack.gemm_runtime.host.get_max_active_clusters = any_number
     kernels = sm90.Sm90Kernels(activation)
     table, offsets = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS + 1, dtype=torch.int32)
     of_fc1, of_fc2 = Experts(empty(EXPERTS, FFN, HIDDEN), table), Experts(empty(EXPERTS, HIDDEN, FFN), table)
-    kernels._experts.get = experts  # type: ignore[method-assign]
     x, scales = empty(TOKENS, HIDDEN), empty(TOKENS, dtype=torch.float32)
     bias1, bias2 = empty(EXPERTS, FFN), empty(EXPERTS, HIDDEN)
     for bias in (bias1, None):
-        act_input, fc2_input = kernels.fc1(x, [], bias, scales, offsets)
+        act_input, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets)
     for bias, bias_scales in ((None, None), (bias2, None), (bias2, scales)):
-        kernels.fc2(fc2_input, [], bias, bias_scales, offsets, torch.empty_like(x))
+        kernels.fc2(fc2_input, of_fc2, bias, bias_scales, offsets, torch.empty_like(x))
     kernels.bias_grads(x, bias2, scales, offsets)
-    dact_input, fc2_input, _ = kernels.fc2_dgrad(x, [], act_input, scales, offsets)
+    dact_input, fc2_input, _ = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
     kernels.wgrad(x, fc2_input, offsets, of_fc2.view, accumulate=False)
-    kernels.fc1_dgrad(dact_input, [], offsets, torch.empty_like(x))
+    kernels.fc1_dgrad(dact_input, of_fc1, offsets, torch.empty_like(x))
     main_grad = empty(EXPERTS, FFN, HIDDEN, dtype=torch.float32)
     for accumulate in (False, True):
         kernels.wgrad(dact_input, x, offsets, main_grad, accumulate=accumulate)

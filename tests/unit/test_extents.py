@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from random import Random
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_offload.offload.extents import ALIGNMENT, SEGMENT, Strip, find_runs, strips_of
+from te_offload.offload.extents import ALIGNMENT, SEGMENT, Strip, find_runs, lone, strips_of
 
 
 def strip(begin: int, end: int, storage_begin: int, storage: int) -> Strip:
@@ -155,3 +156,11 @@ def test_distance_that_is_no_multiple_of_a_number_is_no_pitch() -> None:
         torch.frombuffer(memoryview(base.numpy().data)[6:10], dtype=torch.float32),
     )
     assert len(strips_of([one, other])) == 2
+
+
+@given(st.integers(0, 900), st.lists(st.integers(0, 5), min_size=0, max_size=3), st.booleans())
+def test_one_contiguous_tensor_is_cut_as_any_others_are(begin: int, size: list[int], across: bool) -> None:
+    tensor = torch.arange(1100, dtype=torch.int16)[begin : begin + math.prod(size)].view(size)
+    strip, runs = lone(tensor)
+    assert [strip] == strips_of([tensor])
+    assert runs == find_runs([strip], across_storages=across)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,13 +29,20 @@ class SquaredReLU:
 class Kernels(Protocol):
     """Grouped products, two of them with the activation in their epilogue. Biases are (N, columns), their scales (T,)."""
 
+    def prepare(self, name: str, weights: Sequence[torch.Tensor]) -> Any:
+        """What stands for the N weights of an op, ``"fc1"`` or ``"fc2"``, in the calls below of one forward or backward.
+
+        Raises:
+            ArgumentError: they lie where the kernels cannot read them.
+        """
+
     def offsets(self, split_sizes: torch.Tensor, tokens: int) -> torch.Tensor:
         """Where each expert's rows begin and the last one's end: (N + 1,) int32, none beyond ``tokens``."""
 
     def fc1(
         self,
         x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: Any,
         bias: torch.Tensor | None,
         scales: torch.Tensor,
         offsets: torch.Tensor,
@@ -45,7 +52,7 @@ class Kernels(Protocol):
     def fc2(
         self,
         fc2_input: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: Any,
         bias: torch.Tensor | None,
         bias_scales: torch.Tensor | None,
         offsets: torch.Tensor,
@@ -56,16 +63,14 @@ class Kernels(Protocol):
     def fc2_dgrad(
         self,
         dy: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: Any,
         act_input: torch.Tensor,
         scales: torch.Tensor,
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradient by act_input (T, F), the rebuilt fc2_input (T, F), and the gradient by scales (T,) in float32."""
 
-    def fc1_dgrad(
-        self, dact_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def fc1_dgrad(self, dact_input: torch.Tensor, weights: Any, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """``out = dact_input @ w1``, (T, H)."""
 
     def wgrad(

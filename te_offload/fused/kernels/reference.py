@@ -24,6 +24,10 @@ class ReferenceKernels:
     def __init__(self, activation: SquaredReLU) -> None:
         self._clamp = activation.clamp
 
+    def prepare(self, name: str, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """See `Kernels.prepare`."""
+        return weights
+
     def offsets(self, split_sizes: torch.Tensor, tokens: int) -> torch.Tensor:
         """See `Kernels.offsets`."""
         ends = split_sizes.cumsum(0).clamp(max=tokens)

@@ -21,7 +21,7 @@ from quack.gemm import gemm
 from quack.gemm_runtime.host import GemmEpiPlan, build_gemm_epi_plan, run_gemm_epi_plan
 
 from te_offload.fused.kernels import sm90_device
-from te_offload.fused.kernels.experts import ExpertsCache
+from te_offload.fused.kernels.experts import Experts, ExpertsCache
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.progress import said_if_slow
 
@@ -86,6 +86,10 @@ class Sm90Kernels:
     def __reduce__(self) -> Any:
         return Sm90Kernels, (self._activation,)
 
+    def prepare(self, name: str, weights: Sequence[torch.Tensor]) -> Experts:
+        """See `Kernels.prepare`."""
+        return self._experts.get(name, weights)
+
     def offsets(self, split_sizes: torch.Tensor, tokens: int) -> torch.Tensor:
         """See `Kernels.offsets`."""
         offsets = torch.zeros(split_sizes.numel() + 1, dtype=torch.int32, device=split_sizes.device)
@@ -95,71 +99,65 @@ class Sm90Kernels:
     def fc1(
         self,
         x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: Experts,
         bias: torch.Tensor | None,
         scales: torch.Tensor,
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.fc1`."""
-        experts = self._experts.get("fc1", weights)
-        act_input = x.new_empty(x.shape[0], experts.view.shape[1])
+        act_input = x.new_empty(x.shape[0], weights.view.shape[1])
         fc2_input = torch.empty_like(act_input)
         tanh = self._activation.clamp is not None
         kernel = getattr(sm90_device, sm90_device.fc1_name(_DTYPE_NAMES[x.dtype], bias=bias is not None, tanh=tanh))
-        values = {"scale": scales, "fc2_input": fc2_input, sm90_device.TABLE: experts.table, **self._numbers()}
+        values = {"scale": scales, "fc2_input": fc2_input, sm90_device.TABLE: weights.table, **self._numbers()}
         if bias is not None:
             values["bias"] = bias
         tile = choose_tile(_FC1_TILES, act_input.shape[1])
-        self._launch(kernel, tile, x, experts.view, act_input, None, values, offsets)
+        self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets)
         return act_input, fc2_input
 
     def fc2(
         self,
         fc2_input: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: Experts,
         bias: torch.Tensor | None,
         bias_scales: torch.Tensor | None,
         offsets: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         """See `Kernels.fc2`."""
-        experts = self._experts.get("fc2", weights)
         tile = choose_tile(_PLAIN_TILES, out.shape[1])
-        kernel, values = sm90_device.PlainGemm, {sm90_device.TABLE: experts.table}
+        kernel, values = sm90_device.PlainGemm, {sm90_device.TABLE: weights.table}
         if bias is not None:
             kernel, values["bias"] = sm90_device.BiasGemm, bias
         if bias is not None and bias_scales is not None:
             kernel, values["scale"] = sm90_device.ScaledBiasGemm, bias_scales
-        self._launch(kernel, tile, fc2_input, experts.view, out, None, values, offsets)
+        self._launch(kernel, tile, fc2_input, weights.view, out, None, values, offsets)
 
     def fc2_dgrad(
         self,
         dy: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: Experts,
         act_input: torch.Tensor,
         scales: torch.Tensor,
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernels.fc2_dgrad`."""
-        experts = self._experts.get("fc2", weights)
         tile = choose_tile(_DACT_TILES, act_input.shape[1])
         dact_input, fc2_input = torch.empty_like(act_input), torch.empty_like(act_input)
         tokens, columns = act_input.shape
         parts = torch.empty(tokens, tile.padded(columns) // tile.columns, dtype=torch.float32, device=dy.device)
-        values = {"scale": scales, "fc2_input": fc2_input, "dscale": parts, sm90_device.TABLE: experts.table}
+        values = {"scale": scales, "fc2_input": fc2_input, "dscale": parts, sm90_device.TABLE: weights.table}
         values |= self._numbers()
         kernel = sm90_device.DSReLUGemm if self._activation.clamp is None else sm90_device.DTanhSReLUGemm
-        self._launch(kernel, tile, dy, experts.view.mT, dact_input, act_input, values, offsets)
+        self._launch(kernel, tile, dy, weights.view.mT, dact_input, act_input, values, offsets)
         return dact_input, fc2_input, parts.sum(1)
 
-    def fc1_dgrad(
-        self, dact_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def fc1_dgrad(self, dact_input: torch.Tensor, weights: Experts, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.fc1_dgrad`."""
-        experts = self._experts.get("fc1", weights)
         tile = choose_tile(_PLAIN_TILES, out.shape[1])
-        values = {sm90_device.TABLE: experts.table}
-        self._launch(sm90_device.PlainGemm, tile, dact_input, experts.view.mT, out, None, values, offsets)
+        values = {sm90_device.TABLE: weights.table}
+        self._launch(sm90_device.PlainGemm, tile, dact_input, weights.view.mT, out, None, values, offsets)
 
     def wgrad(
         self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, *, accumulate: bool
