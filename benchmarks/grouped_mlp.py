@@ -95,20 +95,21 @@ class Case:
             self.dy, kernels.prepare("fc2", self.weights2), act_input, self.scales.detach(), offsets
         )
         dw2 = x.new_empty(len(self.weights2), self.hidden, self.ffn)
-        kernels.wgrad(self.dy, fc2_input, offsets, dw2, accumulate=False)
+        kernels.wgrad(self.dy, fc2_input, offsets, kernels.prepare("dw2", dw2), accumulate=False)
         kernels.fc1_dgrad(dact, kernels.prepare("fc1", self.weights1), offsets, torch.empty_like(x))
         dw1 = x.new_empty(len(self.weights1), self.ffn, self.hidden)
-        kernels.wgrad(dact, x, offsets, dw1, accumulate=False)
+        kernels.wgrad(dact, x, offsets, kernels.prepare("dw1", dw1), accumulate=False)
         return dw1, dw2
 
     def bare_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, forward alone."""
         kernels, x = self._kernels, self.x.detach()
-        offsets = kernels.offsets(self.sizes, self.tokens)
+        y = torch.empty_like(x)
+        offsets = kernels.offsets(self.sizes, y)
         act_input, fc2_input = kernels.fc1(
             x, kernels.prepare("fc1", self.weights1), None, self.scales.detach(), offsets
         )
-        kernels.fc2(fc2_input, kernels.prepare("fc2", self.weights2), None, None, offsets, torch.empty_like(x))
+        kernels.fc2(fc2_input, kernels.prepare("fc2", self.weights2), None, None, offsets, y)
         return act_input, offsets
 
 

@@ -22,6 +22,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, SavedTensorModifiedError
+from te_offload.fused import parameters
 from te_offload.fused.kernels.experts import TMA_BYTES
 from te_offload.fused.kernels.interface import Kernels, SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
@@ -133,7 +134,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             return "it computes on dense tensors of bf16 and fp16 alone"
         if len({ctx.requires_grad for ctx in ctxs}) > 1:
             return "a gradient is needed by some of its ops alone"
-        for weight in (_first_weight(fc1), _first_weight(fc2)):
+        for weight in (parameters.first_weight(fc1), parameters.first_weight(fc2)):
             if te_adapter.is_distributed_weight(weight):
                 return "distributed weights"
             if weight.device != input_.device:
@@ -142,12 +143,12 @@ class HopperGroupedMLP(te.ops.FusedOperation):
                 return f"a weight is {weight.dtype}, autocast asks for {_compute_dtype(weight)}"
         for op in (fc1, fc2):
             if op._accumulate_into_main_grad:
-                dtype = te_adapter.main_grad_of(_first_weight(op)).dtype  # an error here if there is none
+                dtype = te_adapter.main_grad_of(parameters.first_weight(op)).dtype  # an error here if there is none
                 if input_.is_cuda and dtype not in (*_DTYPES, torch.float32):
                     return f"main_grad is {dtype}"
         if input_.is_cuda:
-            if _first_weight(fc1).dtype not in _DTYPES:
-                return f"there are no kernels for {_first_weight(fc1).dtype}"
+            if parameters.first_weight(fc1).dtype not in _DTYPES:
+                return f"there are no kernels for {parameters.first_weight(fc1).dtype}"
             for sizes in (extra_inputs[0][0], extra_inputs[2][0]):
                 if not sizes.is_cuda:
                     return "the split sizes are on the CPU"
@@ -161,47 +162,47 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         """The forward of the three ops.
 
         Raises:
-            ArgumentError: another number of columns, or of split sizes, than the ops have; wrong router scales; on the CPU
+            ArgumentError: another number of columns, or of split sizes, than the ops have; wrong router scales; weights on
+                a GPU that do not begin at multiples of 16 bytes, which neither our kernels nor cuBLAS can read; on the CPU
                 also split sizes that do not sum to the tokens.
         """
         fc1, activation, fc2 = self.basic_ops
         ctx1, ctx2, ctx3 = basic_op_ctxs
         extra_inputs = kwargs["basic_op_extra_inputs"]
         kernels = self._kernels_for(input_)
-        taken = self.support(basic_op_ctxs, input_, extra_inputs).ok
-        if taken:
-            try:
-                weights1, weights2 = kernels.prepare("fc1", _weights(fc1)), kernels.prepare("fc2", _weights(fc2))
-            except ArgumentError:  # they lie where TMA cannot read them; Transformer Engine can
-                taken = False
-        ctx1.te_offload_fused = taken
+        taken = ctx1.te_offload_fused = self.support(basic_op_ctxs, input_, extra_inputs).ok
         if not taken:
             return self._forward_one_by_one(basic_op_ctxs, input_, **kwargs)
+        weights1, weights2 = _prepared(kernels, fc1, fc2)
         splits1, scales, splits2 = extra_inputs[0][0], extra_inputs[1][0], extra_inputs[2][0]
         self._check(input_, splits1, scales, splits2)
-        dtype = _first_weight(fc1).dtype
-        bias1, bias2 = _bias(fc1, dtype), _bias(fc2, dtype)
+        dtype = parameters.first_weight(fc1).dtype
+        bias1, bias2 = parameters.bias(fc1, dtype), parameters.bias(fc2, dtype)
         bias_scales = extra_inputs[2][1] if fc2._scale_bias else None
-        x = te_adapter.maybe_dequantize(input_, dtype).reshape(-1, fc1.in_features).contiguous()
+        x = _readable(te_adapter.maybe_dequantize(input_, dtype), fc1.in_features)
         flat_scales = _wide(scales)
-        offsets1 = kernels.offsets(splits1, x.shape[0])
-        offsets2 = offsets1 if splits2 is splits1 else kernels.offsets(splits2, x.shape[0])
+        shape = [*input_.shape[:-1], fc2.out_features]
+        buffer = kwargs["basic_op_kwargs"][2].get(te_adapter.GROUPED_LINEAR_OUTPUT_KEY)
+        out = te_adapter.validate_or_alloc_output(buffer, shape, dtype, input_.device)
+        y = out.view(-1, fc2.out_features)
+        offsets1 = kernels.offsets(splits1, y)
+        offsets2 = offsets1 if splits2 is splits1 else kernels.offsets(splits2, y)
 
         saves = bool(ctx1.requires_grad)
         if saves:
-            wgrad1, wgrad2 = _first_weight(fc1).requires_grad, _first_weight(fc2).requires_grad
-            ctx1.te_offload_versions = _versions(fc1, fc2)
+            wgrad1, wgrad2 = parameters.first_weight(fc1).requires_grad, parameters.first_weight(fc2).requires_grad
+            ctx1.te_offload_versions = parameters.versions(fc1, fc2)
             self._save_linear(fc1, ctx1, (splits1, offsets1), (), x if wgrad1 else None, kwargs, 0)
         act_input, fc2_input = kernels.fc1(x, weights1, bias1, flat_scales, offsets1)
+        ctx1.te_offload_two_splits = offsets2 is not offsets1
+        if offsets2 is not offsets1:  # FC2 may read rows that FC1 did not write
+            kernels.clear(offsets1, act_input)
+            kernels.clear(offsets1, fc2_input)
         if saves:
             ctx2.to_save = (act_input, scales)
             te_adapter.mark_activations(act_input)
             _declare(activation, te_adapter.read_activation, ctx2)
-        shape = [*input_.shape[:-1], fc2.out_features]
-        buffer = kwargs["basic_op_kwargs"][2].get(te_adapter.GROUPED_LINEAR_OUTPUT_KEY)
-        out = te_adapter.validate_or_alloc_output(buffer, shape, dtype, input_.device)
-        flat_bias_scales = None if bias_scales is None else _wide(bias_scales)
-        kernels.fc2(fc2_input, weights2, bias2, flat_bias_scales, offsets2, out.view(-1, fc2.out_features))
+        kernels.fc2(fc2_input, weights2, bias2, None if bias_scales is None else _wide(bias_scales), offsets2, y)
         if saves:
             ctx3.te_offload_rebuilt = wgrad2
             more = () if bias_scales is None else (bias_scales,)
@@ -223,7 +224,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         """
         ctx.use_grouped_tensor_path = ctx.te_offload_weights_apart = True
         ctx.dgrad_out = kwargs["basic_op_kwargs"][number].get(te_adapter.GROUPED_LINEAR_GRAD_INPUT_KEY)
-        ctx.weight_requires_grad = _first_weight(op).requires_grad
+        ctx.weight_requires_grad = parameters.first_weight(op).requires_grad
         ctx.to_save = (*metadata, None, None, None, *bias_scales, x)
         te_adapter.mark_activations(x)
         _declare(op, te_adapter.read_grouped_linear, ctx)
@@ -274,7 +275,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if not ctx1.te_offload_fused:
             return self._backward_one_by_one(basic_op_ctxs, grad_output, **kwargs)
         fc1, activation, fc2 = self.basic_ops
-        if _versions(fc1, fc2) != ctx1.te_offload_versions:
+        if parameters.versions(fc1, fc2) != ctx1.te_offload_versions:
             raise SavedTensorModifiedError(
                 f"{type(fc1).__name__}: a weight was written to in place between the forward and its backward, so "
                 "gradients would be wrong. Call optimizer.step() after the backward."
@@ -285,24 +286,26 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         te_adapter.bring_carried(activation, ctx2)
         act_input, scales = ctx2.saved_tensors
         dtype = act_input.dtype
-        dy = te_adapter.maybe_dequantize(grad_output, dtype).reshape(-1, fc2.out_features).contiguous()
+        dy = _readable(te_adapter.maybe_dequantize(grad_output, dtype), fc2.out_features)
         kernels = self._kernels_for(dy)
-        weights1, weights2 = kernels.prepare("fc1", _weights(fc1)), kernels.prepare("fc2", _weights(fc2))
+        weights1, weights2 = _prepared(kernels, fc1, fc2)
         flat_scales = _wide(scales)
         dact_input, fc2_input, dscales = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
         ctx2.saved_tensors = act_input = None  # the session, or the allocator, may have its memory now
-        grads2 = self._wgrad(fc2, ctx3, kernels, dy, fc2_input, offsets2)
+        grads2 = self._wgrad("FC2", fc2, ctx3, kernels, dy, fc2_input, offsets2)
         del fc2_input
         dbias2, dbias_scales = self._bias_grads(fc2, kernels, dy, bias_scales, offsets2)
 
         te_adapter.bring_carried(fc1, ctx1)
         offsets1, x = ctx1.saved_tensors[1], ctx1.saved_tensors[5]
+        if ctx1.te_offload_two_splits:
+            kernels.clear(offsets2, dact_input)
         shape = [*grad_output.shape[:-1], fc1.in_features]
         grad_input = te_adapter.validate_or_alloc_output(ctx1.dgrad_out, shape, dtype, dy.device)
         kernels.fc1_dgrad(dact_input, weights1, offsets1, grad_input.view(-1, fc1.in_features))
-        grads1 = self._wgrad(fc1, ctx1, kernels, dact_input, x, offsets1)
+        grads1 = self._wgrad("FC1", fc1, ctx1, kernels, dact_input, x, offsets1)
         dbias1, _ = self._bias_grads(fc1, kernels, dact_input, None, offsets1)
-        params = [_in_order(fc1, grads1, dbias1), [], _in_order(fc2, grads2, dbias2)]
+        params = [parameters.in_order(fc1, grads1, dbias1), [], parameters.in_order(fc2, grads2, dbias2)]
         extra: tuple[torch.Tensor | None, ...] = (None,)
         if bias_scales is not None and dbias_scales is not None:
             extra = (None, dbias_scales.reshape(bias_scales.shape).to(bias_scales.dtype))
@@ -312,13 +315,14 @@ class HopperGroupedMLP(te.ops.FusedOperation):
     def _bias_grads(
         op: Any, kernels: Kernels, dy: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        bias = _bias(op, dy.dtype)
+        bias = parameters.bias(op, dy.dtype)
         if bias is None:
             return None, None
         return kernels.bias_grads(dy, bias, None if bias_scales is None else _wide(bias_scales), offsets)
 
     @staticmethod
     def _wgrad(
+        name: str,
         op: Any,
         ctx: te_adapter.OperationContext,
         kernels: Kernels,
@@ -327,30 +331,33 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         offsets: torch.Tensor,
     ) -> list[torch.Tensor | None]:
         """Compute the weights' gradients, into ``main_grad`` where asked; one a weight parameter."""
-        weights: Any = _weight_parameters(op)
+        weights: Any = parameters.weight_parameters(op)
         if not ctx.weight_requires_grad:
             return [None] * len(weights)
         shape = (op.num_groups, op.out_features, op.in_features)
+        empty = not dy.shape[0]
         if not op._accumulate_into_main_grad:
             packed = torch.empty(shape, dtype=dy.dtype, device=dy.device)
-            kernels.wgrad(dy, x, offsets, packed, accumulate=False)
+            if empty:
+                packed.zero_()
+            else:
+                kernels.wgrad(dy, x, offsets, kernels.prepare(f"{name}'s gradient", packed), accumulate=False)
             return [packed] if op.single_grouped_weight else list(packed.unbind(0))
         accumulate = te_adapter.accumulates_into_main_grad(weights[0])
-        grads = [te_adapter.main_grad_of(weight) for weight in weights]
+        grads: Any = [te_adapter.main_grad_of(weight) for weight in weights]
         if op.single_grouped_weight:
-            together: torch.Tensor | None = te_adapter.view_main_grad_as_grouped_buffer(
-                grads[0], shape[0], shape[1:], label="weight"
-            )
+            grads = te_adapter.view_main_grad_as_grouped_buffer(grads[0], shape[0], shape[1:], label="weight")
         else:
-            together = _as_one([grad.view(shape[1:]) for grad in grads])
-        if together is not None and together.data_ptr() % TMA_BYTES == 0:
-            kernels.wgrad(dy, x, offsets, together, accumulate=accumulate)
-        else:
-            packed = torch.empty(shape, dtype=grads[0].dtype, device=dy.device)
-            kernels.wgrad(dy, x, offsets, packed, accumulate=False)
-            add_or_copy = torch._foreach_add_ if accumulate else torch._foreach_copy_
-            targets = [grad.view(shape[1:]) for grad in grads] if together is None else list(together.unbind(0))
-            add_or_copy(targets, list(packed.unbind(0)))
+            grads = [grad.view(shape[1:]) for grad in grads]
+        if not empty:
+            try:
+                kernels.wgrad(dy, x, offsets, kernels.prepare(f"{name}'s main_grad", grads), accumulate=accumulate)
+            except ArgumentError:  # where TMA cannot reach it
+                packed = torch.empty(shape, dtype=weights[0].main_grad.dtype, device=dy.device)
+                kernels.wgrad(dy, x, offsets, kernels.prepare(f"{name}'s gradient", packed), accumulate=False)
+                (torch._foreach_add_ if accumulate else torch._foreach_copy_)(list(grads), list(packed.unbind(0)))
+        elif not accumulate:
+            torch._foreach_zero_(list(grads))
         return te_adapter.dummy_grads(weights)
 
     def _backward_one_by_one(
@@ -391,62 +398,16 @@ def _declare(op: torch.nn.Module, read: Any, ctx: te_adapter.OperationContext) -
         op.declare(read, ctx)
 
 
-def _first_weight(op: Any) -> torch.nn.Parameter:
-    weight: torch.nn.Parameter = op._parameters["weight" if op.single_grouped_weight else "weight0"]
-    return weight
+def _prepared(kernels: Kernels, fc1: Any, fc2: Any) -> tuple[Any, Any]:
+    return kernels.prepare("FC1's weights", parameters.weights(fc1)), kernels.prepare(
+        "FC2's weights", parameters.weights(fc2)
+    )
 
 
-def _weight_parameters(op: Any) -> list[torch.nn.Parameter]:
-    """The weights as they are registered; not by attribute, which takes the host a microsecond each."""
-    if op.single_grouped_weight:
-        return [op.weight]
-    parameters = op._parameters
-    return [parameters[name] for name in _weight_names(op.num_groups)]
-
-
-@functools.cache
-def _weight_names(count: int) -> tuple[str, ...]:
-    return tuple([f"weight{number}" for number in range(count)])
-
-
-def _weights(op: Any) -> Sequence[torch.Tensor]:
-    """N dense weights (out_features, in_features)."""
-    if op.single_grouped_weight:
-        packed = op.weight.rowwise_data.view(op.num_groups, op.out_features, op.in_features)
-        return list(packed.unbind(0))
-    return _weight_parameters(op)
-
-
-def _bias(op: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """Biases (N, out_features), if there are any."""
-    return op._get_packed_bias_tensor(dtype).detach() if op.has_bias else None
-
-
-def _versions(*ops: Any) -> list[int]:
-    """In-place versions of all parameters."""
-    return [p._version for op in ops for p in op._parameters.values() if p is not None]
-
-
-def _in_order(op: Any, weights: list[torch.Tensor | None], biases: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Gradients in the order in which the op's parameters are registered."""
-    if biases is None:
-        return weights
-    if op.single_grouped_bias:
-        return [*weights, biases]
-    apart = list(biases.unbind(0))
-    return [*apart, *weights] if op.single_grouped_weight else [*weights, *apart]
-
-
-def _as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Tensors that lie one behind the other in one storage, as one with a dimension more; ``None`` if they do not."""
-    first = tensors[0]
-    for number, tensor in enumerate(tensors):
-        there = tensor.shape == first.shape and tensor.dtype is first.dtype and tensor.is_contiguous()
-        if not there or tensor.data_ptr() != first.data_ptr() + number * first.nbytes:
-            return None
-        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+def _readable(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """Rows of so many columns, where TMA can read them."""
+    rows = tensor.reshape(-1, columns).contiguous()
+    return rows.clone() if rows.data_ptr() % TMA_BYTES else rows
 
 
 def _wide(scales: torch.Tensor) -> torch.Tensor:

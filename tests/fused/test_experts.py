@@ -23,7 +23,7 @@ def test_each_weight_is_found_again_by_its_place(begins: list[int]) -> None:
 def test_view_shows_every_weight_where_it_lies() -> None:
     block = torch.arange(3000, dtype=torch.float32)
     weights = [block[begin : begin + 32].view(4, 8) for begin in (1000, 40, 2504)]
-    experts = Experts.of(weights)
+    experts = Experts.of("FC1", weights)
     assert [experts.view[place].tolist() for place in experts.table.tolist()] == [w.tolist() for w in weights]
     assert experts.view.data_ptr() == weights[1].data_ptr()
 
@@ -43,11 +43,23 @@ def test_copy_of_a_cache_knows_nothing() -> None:
 
 
 def test_weights_of_two_kinds_are_an_error() -> None:
-    with pytest.raises(ArgumentError, match="Expert 1's weight is"):
-        Experts.of([torch.zeros(8, 8), torch.zeros(8, 16)])
+    with pytest.raises(ArgumentError, match="FC1: expert 1 has"):
+        Experts.of("FC1", [torch.zeros(8, 8), torch.zeros(8, 16)])
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(9, 8).T[:8], torch.zeros(65)[1:].view(8, 8)])
 def test_weight_that_tma_cannot_read_is_an_error(weight: torch.Tensor) -> None:
     with pytest.raises(ArgumentError, match="multiple of 16 bytes"):
-        Experts.of([weight])
+        Experts.of("FC1", [weight])
+
+
+def test_tensors_that_lie_in_one_are_their_own_view() -> None:
+    packed, cache = torch.zeros(3, 8, 8), ExpertsCache()
+    first, second = cache.get("FC1", packed), cache.get("FC2", packed)
+    assert first.view is packed and first.table is second.table
+    assert first.table.tolist() == [0, 1, 2]
+
+
+def test_one_tensor_that_tma_cannot_read_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match=r"FC1: expert 0's .* multiple of 16 bytes"):
+        ExpertsCache().get("FC1", torch.zeros(3 * 64 + 1)[1:].view(3, 8, 8))

@@ -193,15 +193,6 @@ def test_input_of_a_frozen_fc1_is_not_saved() -> None:
     assert record.bytes_out == sum(SPLITS) * 32 * 4
 
 
-def test_neighbours_of_two_storages_are_not_taken_for_one_tensor() -> None:
-    memory = bytearray(256)
-    apart = [torch.frombuffer(memory, dtype=torch.float32, count=8, offset=offset) for offset in (0, 32)]
-    assert hopper._as_one(apart) is None
-    together = torch.frombuffer(memory, dtype=torch.float32).split(8)[:2]
-    one = hopper._as_one(together)
-    assert one is not None and one.shape == (2, 8)
-
-
 def test_window_of_which_only_fc2_needs_a_gradient_runs_op_by_op() -> None:
     expected, module = run(mlp(), SPLITS), mlp()
     for parameter in module[0].parameters():
@@ -275,17 +266,33 @@ def test_weight_written_to_between_forward_and_backward_is_an_error(name: str) -
         output.sum().backward()
 
 
-def test_weights_that_the_kernels_refuse_go_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: object, name: str, weights: object) -> object:
-        raise ArgumentError("not at a multiple of 16 bytes")
+def test_weights_that_the_kernels_refuse_are_an_error_that_names_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, name: str, tensors: object) -> object:
+        raise ArgumentError(f"{name}: not at a multiple of 16 bytes")
 
-    monkeypatch.setenv(hopper.SWITCH, "0")
-    expected = run(mlp(), SPLITS)
-    monkeypatch.setenv(hopper.SWITCH, "reference")
     monkeypatch.setattr(ReferenceKernels, "prepare", refuse)
-    module = mlp()
-    assert_same_bits(expected, run(module, SPLITS))
-    assert len(fused_ops(module)) == 1
+    with pytest.raises(ArgumentError, match="FC1's weights: not at a multiple of 16 bytes"):
+        run(mlp(), SPLITS)
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["added", "overwritten"])
+def test_main_grad_that_the_kernels_refuse_takes_a_buffer(monkeypatch: pytest.MonkeyPatch, overwrite: bool) -> None:
+    prepare = ReferenceKernels.prepare
+
+    def refuse(self: ReferenceKernels, name: str, tensors: Any) -> Any:
+        if "main_grad" in name:
+            raise ArgumentError("not at a multiple of 16 bytes")
+        return prepare(self, name, tensors)
+
+    monkeypatch.setattr(ReferenceKernels, "prepare", refuse)
+    expected, module = run(mlp(), SPLITS), mlp(accumulate_into_main_grad=True)
+    for parameter in module.parameters():
+        parameter.main_grad = torch.full_like(parameter, 0.5)
+        parameter.overwrite_main_grad = overwrite
+        parameter.grad_added_to_main_grad = False
+    run(module, SPLITS)
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(parameter.main_grad, expected[name] + (0.0 if overwrite else 0.5), rtol=1e-5)
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["added", "overwritten"])

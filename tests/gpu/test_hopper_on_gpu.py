@@ -10,10 +10,11 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload import Fate, OffloadSession
+from te_offload.errors import ArgumentError
 from te_offload.fused import hopper
 from te_offload.fused.hopper import HopperGroupedMLP
-from te_offload.fused.kernels.reference import ReferenceKernels
-from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
+from te_offload.fused.kernels.interface import SquaredReLU
+from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run, seeded
 from tests.support.reference import activate
 from tests.support.tolerances import assert_close_to_fp64
 
@@ -44,9 +45,13 @@ def mlp(dtype: torch.dtype = torch.bfloat16, **options: Any) -> te.ops.Sequentia
 def fused_run(module: te.ops.Sequential, splits: Sequence[int], *, extra: int = 3) -> dict[str, torch.Tensor]:
     """One step, of which the fused op's kernels took both ways."""
     found = run(module, splits, hidden=HIDDEN, extra=extra)
-    fused = next(op for op, _ in module._module_groups[0]._forward_ops)
-    assert isinstance(fused, HopperGroupedMLP) and not isinstance(fused._kernels[True], ReferenceKernels)
+    assert_fused(module)
     return found
+
+
+def assert_fused(module: te.ops.Sequential) -> None:
+    fused = next(op for op, _ in module._module_groups[0]._forward_ops)
+    assert isinstance(fused, HopperGroupedMLP) and fused._kernels[True]._plans  # type: ignore[attr-defined]
 
 
 def poison() -> None:
@@ -55,8 +60,21 @@ def poison() -> None:
     del blocks
 
 
-def fp64_run(module: te.ops.Sequential, splits: Sequence[int], activation: str = "srelu") -> dict[str, torch.Tensor]:
-    """The same step in float64 on the CPU, from the same bits."""
+def step(module: te.ops.Sequential, splits: Sequence[int], dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One step from a given gradient: no result depends on how another one was rounded."""
+    x, sizes, scales = make_inputs(splits, HIDDEN, device="cuda", dtype=next(module.parameters()).dtype)
+    sized = [sizes, scales] if module[2]._scale_bias else [sizes]
+    output = module(x, sizes, scales, *sized)
+    output.backward(dy.to(output))
+    results = {"output": output.detach(), "input0": x.grad, "input1": scales.grad}
+    results |= {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {name: tensor for name, tensor in results.items() if tensor is not None}
+
+
+def fp64_run(
+    module: te.ops.Sequential, splits: Sequence[int], activation: str = "srelu", dy: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """The same step in float64 on the CPU, from the same bits; ``None``: the gradient is that of the sum of squares."""
     weights = {name: p.detach().cpu().double().requires_grad_() for name, p in module.named_parameters()}
     dtype = next(module.parameters()).dtype
     x, _, scales = (t.detach().double() for t in make_inputs(splits, HIDDEN, dtype=dtype))
@@ -69,8 +87,7 @@ def fp64_run(module: te.ops.Sequential, splits: Sequence[int], activation: str =
         fc2_input = activate(activation, act_input, scale)
         outputs.append(fc2_input @ weights[f"2.weight{i}"].T + weights.get(f"2.bias{i}", none) * scale[:, None])
     output = torch.cat(outputs)
-    rounded = output + (output.detach().to(dtype).double() - output.detach())  # the loss sees the rounded output
-    rounded.square().sum().backward()
+    output.backward(2 * output.detach().to(dtype).double() if dy is None else dy.double())
     results: dict[str, torch.Tensor] = {"output": output.detach()}
     for name, tensor in (weights | {"input0": x, "input1": scales}).items():
         assert tensor.grad is not None
@@ -99,11 +116,12 @@ def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
                     parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
         return module
 
-    module, extra = make(), 4 if bias else 3
+    module, dy = make(), seeded((sum(splits), HIDDEN), 7).to(dtype)
     poison()
-    found, expected = fused_run(module, splits, extra=extra), fp64_run(module, splits, activation)
+    found, expected = step(module, splits, dy), fp64_run(module, splits, activation, dy)
+    assert_fused(module)
     monkeypatch.setenv(hopper.SWITCH, "0")
-    unfused = run(make(), splits, hidden=HIDDEN, extra=extra)
+    unfused = step(make(), splits, dy)
     assert found.keys() == unfused.keys() == expected.keys()
     for name, reference in expected.items():
         assert found[name].shape == reference.shape
@@ -167,15 +185,81 @@ def test_weights_that_moved_between_steps_are_found() -> None:
     assert_same_bits(expected, fused_run(module, SPLITS["ragged"]))
 
 
-def test_weights_that_tma_cannot_read_go_op_by_op() -> None:
+def test_weights_that_tma_cannot_read_are_an_error() -> None:
     module = mlp()
     for parameter in module.parameters():
         flat = torch.empty(parameter.numel() + 1, device="cuda", dtype=torch.bfloat16)
         flat[1:].copy_(parameter.data.flatten())
         parameter.data = flat[1:].view(parameter.shape)
-    fused_run(module, SPLITS["ragged"])
-    fused = next(op for op, _ in module._module_groups[0]._forward_ops)
-    assert not fused._kernels[True]._plans
+    with pytest.raises(ArgumentError, match=r"FC1's weights: expert 0's .* multiple of 16 bytes"):
+        run(module, SPLITS["ragged"], hidden=HIDDEN)
+
+
+def test_inputs_and_gradients_at_odd_addresses_give_the_same_bits() -> None:
+    def odd(tensor: torch.Tensor) -> torch.Tensor:
+        flat = torch.empty(tensor.numel() + 1, device="cuda", dtype=tensor.dtype)
+        flat[1:].copy_(tensor.detach().flatten())
+        return flat[1:].view(tensor.shape)
+
+    results = []
+    for where in (torch.Tensor.detach, odd):
+        module = mlp()
+        x, sizes, scales = make_inputs(SPLITS["ragged"], HIDDEN, device="cuda", dtype=torch.bfloat16)
+        x = where(x).requires_grad_()
+        module(x, sizes, scales, sizes).backward(where(torch.ones_like(x)))
+        results.append({name: p.grad for name, p in module.named_parameters()} | {"input": x.grad})
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "scale-bias"])
+def test_rows_of_no_expert_are_not_read_come_out_zero_and_take_no_gradient(bias: bool) -> None:
+    splits, more = SPLITS["ragged"], 77
+    rows, results = sum(splits), []
+    for beyond in (0, more):
+        module = mlp(bias=bias, fc2={"scale_bias": bias})
+        poison()
+        inputs = make_inputs((*splits, beyond), HIDDEN, device="cuda", dtype=torch.bfloat16)
+        x, scales = (tensor.detach().clone() for tensor in (inputs[0], inputs[2]))
+        for tensor in (x, scales):
+            tensor[rows:] = float("nan")
+            tensor.requires_grad_()
+        sizes = torch.tensor(splits, device="cuda")
+        output = module(x, sizes, scales, sizes, *([scales] if bias else []))
+        dy = seeded((rows + beyond, HIDDEN), 7, device="cuda", dtype=torch.bfloat16)
+        dy[rows:] = float("nan")
+        output.backward(dy)
+        ours = {"output": output.detach(), "x": x.grad, "scales": scales.grad}
+        for tensor in ours.values():
+            assert tensor is not None and not tensor[rows:].any()
+        grads = {name: p.grad for name, p in module.named_parameters()}
+        results.append({name: tensor[:rows] for name, tensor in ours.items() if tensor is not None} | grads)
+        assert_fused(module)
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("kind", ["int32", "apart"])
+def test_split_sizes_of_another_kind_give_the_same_bits(kind: str) -> None:
+    results = []
+    for other in (False, True):
+        module = mlp()
+        x, sizes, scales = make_inputs(SPLITS["ragged"], HIDDEN, device="cuda", dtype=torch.bfloat16)
+        sizes = sizes.to(torch.int32) if other and kind == "int32" else sizes
+        module(x, sizes, scales, sizes.clone() if other and kind == "apart" else sizes).sum().backward()
+        results.append({name: p.grad for name, p in module.named_parameters()} | {"input": x.grad})
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 300, 1500])
+def test_many_experts_get_the_rows_that_their_split_sizes_say(tokens: int) -> None:
+    from te_offload.fused.kernels.sm90 import Sm90Kernels
+
+    for experts in (1, 31, 32, 33, 500):
+        sizes = torch.randint(0, 2 * tokens // experts + 2, (experts,), generator=torch.Generator().manual_seed(tokens))
+        out = torch.full((tokens, 24), float("nan"), device="cuda", dtype=torch.bfloat16)
+        offsets = Sm90Kernels(SquaredReLU()).offsets(sizes.cuda(), out)
+        expected = [0, *sizes.cumsum(0).clamp(max=tokens).tolist()]
+        assert offsets.tolist() == expected
+        assert out[: expected[-1]].isnan().all() and not out[expected[-1] :].any()
 
 
 def test_single_grouped_weight_gives_the_bits_of_separate_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,16 @@ card runs at once, which is no part of a kernel, and the launch.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
 
 os.environ |= {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a", "CUDA_VISIBLE_DEVICES": ""}
 
-import quack.gemm
 import quack.gemm_runtime.host
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_offload.fused.kernels import sm90
+from te_offload.fused.kernels import sm90, sm90_compile
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.interface import SquaredReLU
 
@@ -36,10 +37,21 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU) -> int:
     def any_number(*_: object, **__: object) -> int:
         return 66
 
-    vars(sm90)["run_gemm_epi_plan"] = quack.gemm.run_gemm_plan = count
-    quack.gemm.get_max_active_clusters = quack.gemm_runtime.host.get_max_active_clusters = any_number
+    def compile_only(real: Callable[..., object]) -> Callable[..., object]:
+        return lambda *args: (real(*args), count)[1]
+
+    replaced: dict[str, object] = {"run_gemm_epi_plan": count, "get_max_active_clusters": any_number}
+    replaced["sm90_compile"] = SimpleNamespace(
+        CAPABILITY=sm90_compile.CAPABILITY,
+        source_key=sm90_compile.source_key,
+        compiled_wgrad=compile_only(sm90_compile.compiled_wgrad),
+        compiled_rows=compile_only(sm90_compile.compiled_rows),
+    )
+    vars(sm90).update(replaced)
+    quack.gemm_runtime.host.get_max_active_clusters = any_number
     kernels = sm90.Sm90Kernels(activation)
-    table, offsets = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS + 1, dtype=torch.int32)
+    table, sizes = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS, dtype=torch.int64)
+    offsets = kernels.offsets(sizes, empty(TOKENS, HIDDEN))
     of_fc1, of_fc2 = Experts(empty(EXPERTS, FFN, HIDDEN), table), Experts(empty(EXPERTS, HIDDEN, FFN), table)
     x, scales = empty(TOKENS, HIDDEN), empty(TOKENS, dtype=torch.float32)
     bias1, bias2 = empty(EXPERTS, FFN), empty(EXPERTS, HIDDEN)
@@ -49,9 +61,9 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU) -> int:
         kernels.fc2(fc2_input, of_fc2, bias, bias_scales, offsets, torch.empty_like(x))
     kernels.bias_grads(x, bias2, scales, offsets)
     dact_input, fc2_input, _ = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
-    kernels.wgrad(x, fc2_input, offsets, of_fc2.view, accumulate=False)
+    kernels.wgrad(x, fc2_input, offsets, of_fc2, accumulate=False)
     kernels.fc1_dgrad(dact_input, of_fc1, offsets, torch.empty_like(x))
-    main_grad = empty(EXPERTS, FFN, HIDDEN, dtype=torch.float32)
+    main_grad = Experts(empty(EXPERTS, FFN, HIDDEN, dtype=torch.float32), table)
     for accumulate in (False, True):
         kernels.wgrad(dact_input, x, offsets, main_grad, accumulate=accumulate)
     return launches

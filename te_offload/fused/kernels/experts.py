@@ -1,6 +1,6 @@
-"""The weights of all experts as one tensor for TMA, without copying them.
+"""The weights of all experts, or their gradients, as one tensor for TMA, without copying them.
 
-In: the weights of one GroupedLinear, wherever they lie. Out: `Experts`. Keeps true: nothing is copied or moved; who
+In: the tensors of one GroupedLinear, wherever they lie. Out: `Experts`. Keeps true: nothing is copied or moved; who
 rebinds a weight's memory gets another value. Does not: keep the weights alive.
 """
 
@@ -21,7 +21,7 @@ _COARSEST = 1 << 20  # bytes; a coarser step gains nothing
 
 @dataclass(frozen=True)
 class Experts:
-    """N weights (F, H).
+    """N weights or gradients (F, H).
 
     Attributes:
         view: (J, F, H), J of which overlap. table: (N,) int32, the J of each expert.
@@ -31,11 +31,11 @@ class Experts:
     table: torch.Tensor
 
     @classmethod
-    def of(cls, weights: Sequence[torch.Tensor]) -> Experts:
+    def of(cls, name: str, weights: Sequence[torch.Tensor]) -> Experts:
         """See `Experts`.
 
         Args:
-            weights: of one shape, dtype and GPU, each contiguous.
+            name: for errors. weights: of one shape, dtype and GPU, each contiguous.
 
         Raises:
             ArgumentError: they are not, or one does not begin at a multiple of 16 bytes.
@@ -44,13 +44,13 @@ class Experts:
         for number, weight in enumerate(weights):
             if (weight.shape, weight.dtype, weight.device) != (first.shape, first.dtype, first.device):
                 raise ArgumentError(
-                    f"Expert {number}'s weight is {tuple(weight.shape)} {weight.dtype} on {weight.device}, expert 0's is "
-                    f"{tuple(first.shape)} {first.dtype} on {first.device}. Give all experts weights of one kind."
+                    f"{name}: expert {number} has {tuple(weight.shape)} {weight.dtype} on {weight.device}, expert 0 has "
+                    f"{tuple(first.shape)} {first.dtype} on {first.device}. Give all experts tensors of one kind."
                 )
             if not weight.is_contiguous() or weight.data_ptr() % TMA_BYTES:
                 raise ArgumentError(
-                    f"Expert {number}'s weight has strides {weight.stride()} and begins at {weight.data_ptr():#x}; it "
-                    f"must be contiguous and begin at a multiple of {TMA_BYTES} bytes."
+                    f"{name}: expert {number}'s has strides {weight.stride()} and begins at {weight.data_ptr():#x}; it "
+                    f"must be contiguous and begin at a multiple of {TMA_BYTES} bytes, as TMA and cuBLAS ask."
                 )
         begins = [weight.data_ptr() for weight in weights]
         base, places, step = places_of(begins)
@@ -71,10 +71,11 @@ def places_of(begins: Sequence[int]) -> tuple[int, list[int], int]:
 
 
 class ExpertsCache:
-    """The last `Experts` of each of some names, as long as the weights stay where they are."""
+    """The last `Experts` of each of some names, as long as the tensors stay where they are."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[int, ...], Experts]] = {}
+        self._known: dict[str, tuple[Any, Experts]] = {}
+        self._in_order: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> ExpertsCache:
         return ExpertsCache()  # of other weights; and a view's memory must not be copied
@@ -82,10 +83,29 @@ class ExpertsCache:
     def __reduce__(self) -> Any:
         return ExpertsCache, ()
 
-    def get(self, name: str, weights: Sequence[torch.Tensor]) -> Experts:
-        """`Experts.of` the weights, made anew only where one has moved."""
-        begins = tuple([weight.data_ptr() for weight in weights])
+    def get(self, name: str, tensors: torch.Tensor | Sequence[torch.Tensor]) -> Experts:
+        """`Experts.of` the tensors, made anew only where one has moved.
+
+        Args:
+            name: of this set of tensors. tensors: N (F, H), or one (N, F, H).
+
+        Raises:
+            ArgumentError: TMA cannot reach one of them.
+        """
+        if isinstance(tensors, torch.Tensor):
+            return self._together(name, tensors)
+        begins = tuple([tensor.data_ptr() for tensor in tensors])
         known = self._known.get(name)
-        if known is None or known[0] != begins or known[1].view.dtype != weights[0].dtype:
-            known = self._known[name] = begins, Experts.of(weights)
+        if known is None or known[0] != begins or known[1].view.dtype != tensors[0].dtype:
+            known = self._known[name] = begins, Experts.of(name, tensors)
         return known[1]
+
+    def _together(self, name: str, tensor: torch.Tensor) -> Experts:
+        """Each call makes a new value of two tensors that are there: nothing to look up, or to keep alive."""
+        if not tensor.is_contiguous() or tensor.data_ptr() % TMA_BYTES:
+            Experts.of(name, list(tensor.unbind(0)))  # raises
+        key = tensor.shape[0], tensor.device
+        table = self._in_order.get(key)
+        if table is None:
+            table = self._in_order[key] = torch.arange(key[0], dtype=torch.int32, device=key[1])
+        return Experts(tensor, table)

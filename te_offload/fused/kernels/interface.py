@@ -26,18 +26,34 @@ class SquaredReLU:
     clamp: float | None = None
 
 
-class Kernels(Protocol):
-    """Grouped products, two of them with the activation in their epilogue. Biases are (N, columns), their scales (T,)."""
+Tensors = torch.Tensor | Sequence[torch.Tensor]
 
-    def prepare(self, name: str, weights: Sequence[torch.Tensor]) -> Any:
-        """What stands for the N weights of an op, ``"fc1"`` or ``"fc2"``, in the calls below of one forward or backward.
+
+class Kernels(Protocol):
+    """Grouped products, two of them with the activation in their epilogue. Biases are (N, columns), their scales (T,).
+
+    Rows beyond the last expert's are never read. What has T rows is zero there if it leaves the op, and else undefined.
+    """
+
+    def prepare(self, name: str, tensors: Tensors) -> Any:
+        """What stands for N weights, or for N gradients, in the calls below of one forward or backward.
+
+        Args:
+            name: of the op and what it is, for errors; one name for one set of tensors.
+            tensors: N of one shape (rows, columns), or one of shape (N, rows, columns).
 
         Raises:
-            ArgumentError: they lie where the kernels cannot read them.
+            ArgumentError: they lie where the kernels cannot reach them.
         """
 
-    def offsets(self, split_sizes: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Where each expert's rows begin and the last one's end: (N + 1,) int32, none beyond ``tokens``."""
+    def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Where each expert's rows begin and the last one's end: (N + 1,) int32, none beyond the T rows of ``out``.
+
+        Rows of ``out`` (T, columns) beyond the last expert's become zero: what `fc2` leaves out.
+        """
+
+    def clear(self, offsets: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows of ``out`` (T, columns) beyond the last expert's become zero."""
 
     def fc1(
         self,
@@ -58,7 +74,7 @@ class Kernels(Protocol):
         offsets: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """``out = fc2_input @ w2.T + bias * bias_scale``, (T, H)."""
+        """``out = fc2_input @ w2.T + bias * bias_scale``, (T, H), in the experts' rows alone."""
 
     def fc2_dgrad(
         self,
@@ -73,10 +89,12 @@ class Kernels(Protocol):
     def fc1_dgrad(self, dact_input: torch.Tensor, weights: Any, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """``out = dact_input @ w1``, (T, H)."""
 
-    def wgrad(
-        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, *, accumulate: bool
-    ) -> None:
-        """``out_i (+)= dy_i.T @ x_i``, (N, columns of dy, columns of x); zero for an expert without tokens."""
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: Any, *, accumulate: bool) -> None:
+        """``out_i (+)= dy_i.T @ x_i``, (columns of dy, columns of x) each; zero for an expert without tokens.
+
+        Args:
+            dy, x: with one row or more. out: from `prepare`.
+        """
 
     def bias_grads(
         self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.interface import SquaredReLU, Tensors
 from te_offload.ops import arithmetic
 
 
@@ -24,14 +24,20 @@ class ReferenceKernels:
     def __init__(self, activation: SquaredReLU) -> None:
         self._clamp = activation.clamp
 
-    def prepare(self, name: str, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def prepare(self, name: str, tensors: Tensors) -> Sequence[torch.Tensor]:
         """See `Kernels.prepare`."""
-        return weights
+        return list(tensors.unbind(0)) if isinstance(tensors, torch.Tensor) else tensors
 
-    def offsets(self, split_sizes: torch.Tensor, tokens: int) -> torch.Tensor:
+    def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """See `Kernels.offsets`."""
-        ends = split_sizes.cumsum(0).clamp(max=tokens)
-        return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+        ends = split_sizes.cumsum(0).clamp(max=out.shape[0])
+        offsets = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+        self.clear(offsets, out)
+        return offsets
+
+    def clear(self, offsets: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Kernels.clear`."""
+        out[int(offsets[-1]) :].zero_()
 
     def fc1(
         self,
@@ -58,7 +64,7 @@ class ReferenceKernels:
         """See `Kernels.fc2`."""
         biases = None if bias is None else list(bias.unbind(0))
         scales = None if bias_scales is None else _rows(bias_scales, offsets)
-        arithmetic.grouped_forward(_rows(fc2_input, offsets), weights, biases, scales, out)
+        arithmetic.grouped_forward(_rows(fc2_input, offsets), weights, biases, scales, _used(out, offsets))
 
     def fc2_dgrad(
         self,
@@ -72,13 +78,15 @@ class ReferenceKernels:
         wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
         dfc2_input = torch.empty(act_input.shape, dtype=wide, device=dy.device)
         dys = [rows.to(wide) for rows in _rows(dy, offsets)]
-        arithmetic.grouped_dgrad(dys, [weight.to(wide) for weight in weights], dfc2_input)
+        arithmetic.grouped_dgrad(dys, [weight.to(wide) for weight in weights], _used(dfc2_input, offsets))
+        self.clear(offsets, dfc2_input)
         x, factors = act_input.to(wide), scales.to(wide)
         if self._clamp is None:
             dact_input, dscales = arithmetic.scaled_dsrelu(dfc2_input, x, factors, need_scales=True)
         else:
             dact_input, dscales = arithmetic.scaled_dtanh_srelu(dfc2_input, x, factors, self._clamp, need_scales=True)
         assert dscales is not None
+        self.clear(offsets, dscales[:, None])
         return dact_input.to(dy.dtype), self._activate(act_input, scales), dscales
 
     def _activate(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -90,13 +98,20 @@ class ReferenceKernels:
         self, dact_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor
     ) -> None:
         """See `Kernels.fc1_dgrad`."""
-        arithmetic.grouped_dgrad(_rows(dact_input, offsets), weights, out)
+        arithmetic.grouped_dgrad(_rows(dact_input, offsets), weights, _used(out, offsets))
+        self.clear(offsets, out)
 
     def wgrad(
-        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, *, accumulate: bool
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        out: Sequence[torch.Tensor],
+        *,
+        accumulate: bool,
     ) -> None:
         """See `Kernels.wgrad`."""
-        arithmetic.grouped_wgrad(_rows(x, offsets), _rows(dy, offsets), list(out.unbind(0)), accumulate=accumulate)
+        arithmetic.grouped_wgrad(_rows(x, offsets), _rows(dy, offsets), list(out), accumulate=accumulate)
 
     def bias_grads(
         self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
@@ -104,10 +119,18 @@ class ReferenceKernels:
         """See `Kernels.bias_grads`."""
         scales = None if bias_scales is None else _rows(bias_scales, offsets)
         grads, dscales = arithmetic.grouped_bias_grads(_rows(dy, offsets), list(bias.unbind(0)), scales)
+        if dscales is not None:
+            beyond = dy.shape[0] - dscales.shape[0]
+            dscales = torch.cat([dscales, dscales.new_zeros(beyond)])
         return torch.stack(grads), dscales
+
+
+def _used(tensor: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The experts' rows."""
+    return tensor[: int(offsets[-1])]
 
 
 def _rows(tensor: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, ...]:
     sizes: list[int] = offsets.diff().tolist()
-    rows: tuple[torch.Tensor, ...] = tensor.split(sizes)
+    rows: tuple[torch.Tensor, ...] = _used(tensor, offsets).split(sizes)
     return rows

@@ -9,23 +9,19 @@ Compiled kernels are kept on disk by QuACK (``QUACK_CACHE_DIR``, or a folder und
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
-import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from quack.gemm import gemm
+from quack.cute_dsl_utils import get_max_active_clusters
 from quack.gemm_runtime.host import GemmEpiPlan, build_gemm_epi_plan, run_gemm_epi_plan
+from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
-from te_offload.fused.kernels import sm90_device
+from te_offload.fused.kernels import sm90_compile, sm90_device
 from te_offload.fused.kernels.experts import Experts, ExpertsCache
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.interface import SquaredReLU, Tensors
 from te_offload.fused.kernels.progress import said_if_slow
 
-CAPABILITY = (9, 0)
 _COMPILING = "Compiling a kernel of the fused grouped MLP for Hopper; it is kept on disk"
 
 
@@ -38,33 +34,57 @@ class Tile(NamedTuple):
     cluster_columns: int = 1
     pingpong: bool = False
 
-    def padded(self, columns: int) -> int:
-        """``columns`` rounded up to whole tiles."""
-        return -(-columns // self.columns) * self.columns
+    def parts(self, columns: int) -> int:
+        """Tiles side by side that cover so many columns."""
+        return -(-columns // self.columns)
+
+    def padded(self, rows: int | None, columns: int) -> int:
+        """What a result of so many rows and columns takes in whole clusters of tiles; rows ``None``: of one row."""
+        return (1 if rows is None else _up(rows, self.rows * self.cluster_rows)) * _up(
+            columns, self.columns * self.cluster_columns
+        )
 
 
-# Measured on an H200 (docs/results/): each tile with its time a padded column, relative to the first one's.
-_FC1_TILES = ((Tile(128, 256), 1.0), (Tile(256, 128), 1.085))
-_DACT_TILES = ((Tile(128, 192, pingpong=True), 1.0), (Tile(128, 128, pingpong=True), 1.045))
-_PLAIN_TILES = ((Tile(128, 192, pingpong=True), 1.0), (Tile(128, 160, pingpong=True), 1.01))
-_WGRAD_TILE = Tile(128, 192, 1, 2, pingpong=True)
-_WGRAD_TILE_MANY_ROWS = Tile(128, 256)
+Tiles = Sequence[tuple[Tile, float]]
+
+# Measured on an H200 (docs/results/): each tile with its time a padded element of the result, relative to the first one's.
+_FC1_TILES: Tiles = (
+    (Tile(128, 208, pingpong=True), 1.0),
+    (Tile(128, 176, pingpong=True), 0.99),
+    (Tile(128, 256), 1.05),
+)
+_DACT_TILES: Tiles = (
+    (Tile(128, 192, pingpong=True), 1.0),
+    (Tile(128, 160, pingpong=True), 1.035),
+    (Tile(128, 256), 1.01),
+)
+_PLAIN_TILES: Tiles = (
+    (Tile(128, 256), 1.0),
+    (Tile(128, 192, pingpong=True), 1.12),
+    (Tile(128, 160, pingpong=True), 1.1),
+)
+_WGRAD_TILES: Tiles = (
+    (Tile(128, 192, pingpong=True), 1.0),
+    (Tile(128, 192, 1, 2, pingpong=True), 1.045),
+    (Tile(128, 192, 1, 1, pingpong=True), 1.077),
+    (Tile(128, 160, pingpong=True), 1.05),
+    (Tile(128, 256), 1.04),
+)
+_WGRAD_TILES_MANY_ROWS: Tiles = ((Tile(256, 192), 1.0), (Tile(128, 256), 1.077))
 _MANY_ROWS = 1024  # tokens an expert
 _NARROW = 8  # columns; the fewest that TMA takes
 _NARROW_TILE = Tile(128, 128, pingpong=True)
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+_SWIZZLE = 8  # tiles side by side that are computed one after the other, for the L2 cache
 
 
-def choose_tile(tiles: Sequence[tuple[Tile, float]], columns: int) -> Tile:
-    """The tile with the least time for so many columns of the result."""
-    return min(tiles, key=lambda entry: entry[0].padded(columns) * entry[1])[0]
+def choose_tile(tiles: Tiles, rows: int | None, columns: int) -> Tile:
+    """The tile with the least time for a result of so many rows and columns; rows ``None``: the same for all tiles."""
+    return min(tiles, key=lambda entry: entry[0].padded(rows, columns) * entry[1])[0]
 
 
-@functools.cache
-def _source_key() -> tuple[tuple[str, str], ...]:
-    """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
-    digest = hashlib.sha256(inspect.getsource(sm90_device).encode()).hexdigest()
-    return (("te_offload_source", digest),)
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 class Sm90Kernels:
@@ -78,7 +98,7 @@ class Sm90Kernels:
         self._activation = activation
         self._experts = ExpertsCache()
         self._plans: dict[Any, GemmEpiPlan] = {}
-        self._launched: set[Any] = set()
+        self._functions: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: Any) -> Sm90Kernels:
         return Sm90Kernels(self._activation)
@@ -86,15 +106,22 @@ class Sm90Kernels:
     def __reduce__(self) -> Any:
         return Sm90Kernels, (self._activation,)
 
-    def prepare(self, name: str, weights: Sequence[torch.Tensor]) -> Experts:
+    def prepare(self, name: str, tensors: Tensors) -> Experts:
         """See `Kernels.prepare`."""
-        return self._experts.get(name, weights)
+        return self._experts.get(name, tensors)
 
-    def offsets(self, split_sizes: torch.Tensor, tokens: int) -> torch.Tensor:
+    def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """See `Kernels.offsets`."""
-        offsets = torch.zeros(split_sizes.numel() + 1, dtype=torch.int32, device=split_sizes.device)
-        torch.cumsum(split_sizes, 0, dtype=torch.int32, out=offsets[1:])
-        return offsets.clamp_(max=tokens)
+        if not out.shape[0]:
+            return torch.zeros(split_sizes.shape[0] + 1, dtype=torch.int32, device=out.device)
+        offsets = torch.empty(split_sizes.shape[0] + 1, dtype=torch.int32, device=out.device)
+        self._rows("offsets", out.dtype, split_sizes.dtype)(split_sizes.contiguous(), offsets, out)
+        return offsets
+
+    def clear(self, offsets: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Kernels.clear`."""
+        if out.shape[0]:
+            self._rows("clear", out.dtype)(offsets, out)
 
     def fc1(
         self,
@@ -112,7 +139,7 @@ class Sm90Kernels:
         values = {"scale": scales, "fc2_input": fc2_input, sm90_device.TABLE: weights.table, **self._numbers()}
         if bias is not None:
             values["bias"] = bias
-        tile = choose_tile(_FC1_TILES, act_input.shape[1])
+        tile = choose_tile(_FC1_TILES, None, act_input.shape[1])
         self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets)
         return act_input, fc2_input
 
@@ -126,7 +153,7 @@ class Sm90Kernels:
         out: torch.Tensor,
     ) -> None:
         """See `Kernels.fc2`."""
-        tile = choose_tile(_PLAIN_TILES, out.shape[1])
+        tile = choose_tile(_PLAIN_TILES, None, out.shape[1])
         kernel, values = sm90_device.PlainGemm, {sm90_device.TABLE: weights.table}
         if bias is not None:
             kernel, values["bias"] = sm90_device.BiasGemm, bias
@@ -143,49 +170,47 @@ class Sm90Kernels:
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernels.fc2_dgrad`."""
-        tile = choose_tile(_DACT_TILES, act_input.shape[1])
+        tile = choose_tile(_DACT_TILES, None, act_input.shape[1])
         dact_input, fc2_input = torch.empty_like(act_input), torch.empty_like(act_input)
         tokens, columns = act_input.shape
-        parts = torch.empty(tokens, tile.padded(columns) // tile.columns, dtype=torch.float32, device=dy.device)
+        parts = torch.empty(tokens, tile.parts(columns), dtype=torch.float32, device=dy.device)
         values = {"scale": scales, "fc2_input": fc2_input, "dscale": parts, sm90_device.TABLE: weights.table}
         values |= self._numbers()
         kernel = sm90_device.DSReLUGemm if self._activation.clamp is None else sm90_device.DTanhSReLUGemm
-        self._launch(kernel, tile, dy, weights.view.mT, dact_input, act_input, values, offsets)
-        return dact_input, fc2_input, parts.sum(1)
+        self._launch(kernel, tile, dy, weights.view, dact_input, act_input, values, offsets, transposed=True)
+        dscales = torch.empty(tokens, dtype=torch.float32, device=dy.device)
+        if tokens:
+            self._rows("sums", torch.float32)(parts, offsets, dscales)
+        return dact_input, fc2_input, dscales
 
     def fc1_dgrad(self, dact_input: torch.Tensor, weights: Experts, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.fc1_dgrad`."""
-        tile = choose_tile(_PLAIN_TILES, out.shape[1])
+        tile = choose_tile(_PLAIN_TILES, None, out.shape[1])
         values = {sm90_device.TABLE: weights.table}
-        self._launch(sm90_device.PlainGemm, tile, dact_input, weights.view.mT, out, None, values, offsets)
+        self._launch(sm90_device.PlainGemm, tile, dact_input, weights.view, out, None, values, offsets, transposed=True)
+        self.clear(offsets, out)
 
     def wgrad(
-        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, *, accumulate: bool
+        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: Experts, *, accumulate: bool
     ) -> None:
         """See `Kernels.wgrad`. To accumulate, TMA adds each tile to what is there, once: bits depend on no order."""
-        if not x.shape[0]:
-            if not accumulate:
-                out.zero_()
-            return
-        tile = _WGRAD_TILE_MANY_ROWS if x.shape[0] >= _MANY_ROWS * out.shape[0] else _WGRAD_TILE
-        key = "wgrad", tile, dy.dtype, out.dtype, accumulate
-        slow: Any = contextlib.nullcontext() if key in self._launched else said_if_slow(f"{_COMPILING}: wgrad")
-        self._launched.add(key)
-        with slow:
-            gemm(
-                dy.mT,
-                x.mT,
-                out,
-                None,
-                None,
-                tile.rows,
-                tile.columns,
-                tile.cluster_rows,
-                tile.cluster_columns,
-                pingpong=tile.pingpong,
-                cu_seqlens_k=offsets,
-                add_to_output=accumulate,
-            )
+        grads = out.view
+        many = x.shape[0] >= _MANY_ROWS * out.table.shape[0]
+        tile = choose_tile(_WGRAD_TILES_MANY_ROWS if many else _WGRAD_TILES, *grads.shape[1:])
+        kernel = sm90_device.AddingWgradGemm if accumulate else sm90_device.WgradGemm
+        key = kernel, tile, dy.dtype, grads.dtype
+        found = self._functions.get(key)
+        if found is None:
+            cluster = tile.cluster_rows, tile.cluster_columns
+            with said_if_slow(f"{_COMPILING}: {kernel.__name__}"):
+                function = sm90_compile.compiled_wgrad(
+                    kernel.__name__, dy.dtype, grads.dtype, (tile.rows, tile.columns), cluster, tile.pingpong
+                )
+            clusters = get_max_active_clusters(cluster[0] * cluster[1])
+            found = self._functions[key] = function, make_scheduler_args(clusters, _SWIZZLE, None)
+        function, schedule = found
+        values = kernel.EpilogueArguments(**{sm90_device.TABLE: out.table})
+        function(dy.mT, x.mT, grads, None, values, schedule, make_varlen_args(None, offsets, None), None, None)
 
     def bias_grads(
         self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
@@ -198,22 +223,32 @@ class Sm90Kernels:
         else:
             factors[:, 0] = bias_scales
             factors[:, 1] = bias_scales - factors[:, 0]  # what its rounding took away
-        sums = torch.empty(experts, columns, _NARROW, dtype=torch.float32, device=dy.device)
-        self.wgrad(dy, factors, offsets, sums, accumulate=False)
+        sums = torch.zeros(experts, columns, _NARROW, dtype=torch.float32, device=dy.device)
+        if dy.shape[0]:
+            self.wgrad(dy, factors, offsets, self.prepare("sums", sums), accumulate=False)
         dbias = sums.sum(2).to(dy.dtype)
         if bias_scales is None:
             return dbias, None
         rows = dy.new_zeros(experts, _NARROW, columns)
         rows[:, 0] = bias
-        table = torch.arange(experts, dtype=torch.int32, device=dy.device)
+        as_weights = self.prepare("rows", rows)
         products = torch.empty(dy.shape[0], _NARROW, dtype=torch.float32, device=dy.device)
-        values = {sm90_device.TABLE: table}
-        self._launch(sm90_device.PlainGemm, _NARROW_TILE, dy, rows, products, None, values, offsets)
+        values = {sm90_device.TABLE: as_weights.table}
+        self._launch(sm90_device.PlainGemm, _NARROW_TILE, dy, as_weights.view, products, None, values, offsets)
+        self.clear(offsets, products)
         return dbias, products[:, 0]
 
     def _numbers(self) -> dict[str, Any]:
         clamp = self._activation.clamp
         return {} if clamp is None else {"clamp": clamp, "inverse": 1 / clamp}
+
+    def _rows(self, name: str, dtype: torch.dtype, sizes_dtype: torch.dtype | None = None) -> Any:
+        key = name, dtype, sizes_dtype
+        function = self._functions.get(key)
+        if function is None:
+            with said_if_slow(f"{_COMPILING}: {name}"):
+                function = self._functions[key] = sm90_compile.compiled_rows(name, dtype, sizes_dtype)
+        return function
 
     def _launch(
         self,
@@ -225,8 +260,12 @@ class Sm90Kernels:
         c: torch.Tensor | None,
         values: dict[str, Any],
         offsets: torch.Tensor,
+        *,
+        transposed: bool = False,
     ) -> None:
-        """Launch ``d = epilogue(a @ b.T, c)``; a kernel is compiled, or found on disk, when it is first needed."""
+        """Launch ``d = epilogue(a @ b.T, c)``, or ``a @ b`` if transposed; a kernel is compiled, or found on disk, when it
+        is first needed.
+        """
         if not a.shape[0]:
             return
         key = (
@@ -234,7 +273,7 @@ class Sm90Kernels:
             tile,
             a.dtype,
             d.dtype,
-            b.stride(-1) == 1,
+            transposed,
             tuple([getattr(v, "dtype", None) for v in values.values()]),
         )
         plan = self._plans.get(key)
@@ -242,7 +281,7 @@ class Sm90Kernels:
             with said_if_slow(f"{_COMPILING}: {kernel.__name__}"):
                 plan = self._plans[key] = build_gemm_epi_plan(
                     kernel,
-                    CAPABILITY,
+                    sm90_compile.CAPABILITY,
                     a,
                     b,
                     d,
@@ -253,7 +292,9 @@ class Sm90Kernels:
                     cluster_M=tile.cluster_rows,
                     cluster_N=tile.cluster_columns,
                     pingpong=tile.pingpong,
+                    max_swizzle_size=_SWIZZLE,
                     varlen_m=True,
-                    post_init_attrs=_source_key(),
+                    b_kn=transposed,
+                    post_init_attrs=(("te_offload_source", sm90_compile.source_key()),),
                 )
         run_gemm_epi_plan(plan, a, b, d, c, values, cu_seqlens_m=offsets)

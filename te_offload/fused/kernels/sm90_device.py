@@ -7,7 +7,7 @@ all else is computed in float32 and rounded once. Does not: launch, or choose ti
 Weights need not lie side by side. One TMA descriptor covers all experts' memory as (J, F, H) with overlapping strides: the
 third one is not a weight's length but any common divisor of the distances between the weights (16 bytes or more), and a
 table says for each expert at which multiple of it its weight begins. A tile load is in bounds of its own weight because F
-and H are the dimensions of one.
+and H are the dimensions of one. Weight gradients are stored the same way.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class _ExpertRow(RowVecLoad):  # type: ignore[misc]
         return make_fake_tensor(dtype, (cute.sym_int(), fctx.n), leading_dim=1, divisibility=4)
 
 
-class _WeightsByTable:
-    """Mixin before QuACK's GEMM: operand B goes through the table."""
+class _TableFound:
+    """Mixin before QuACK's GEMM: takes the table from the epilogue's arguments before tensors for TMA are made."""
 
     _table: Any
 
@@ -105,9 +105,25 @@ class _WeightsByTable:
         self._table = getattr(epilogue_args, TABLE)
         super()._setup_attributes(epilogue_args)  # type: ignore[misc]
 
+
+class _WeightsByTable(_TableFound):
+    """Operand B goes through the table."""
+
     def make_tma_load_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
         *first, weights = super().make_tma_load_atoms_and_tensors(*args, **kwargs)  # type: ignore[misc]
         return (*first, ByExpert(weights, self._table))
+
+
+class _GradsByTable(_TableFound):
+    """D goes through the table."""
+
+    def make_tma_epilogue_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        atom, grads, *rest = super().make_tma_epilogue_atoms_and_tensors(*args, **kwargs)  # type: ignore[misc]
+        return (atom, ByExpert(grads, self._table), *rest)
+
+    def get_scheduler_arguments(self, a: Any, b: Any, d: Any, *args: Any, **kwargs: Any) -> Any:
+        # without D, the number of experts is taken from the offsets: D's own counts multiples of a step
+        return super().get_scheduler_arguments(a, b, None, *args, **kwargs)  # type: ignore[misc]
 
 
 _SPLIT_K = ("split_k_semaphore", "split_k_workspace")  # which QuACK's mixin asks for
@@ -121,23 +137,25 @@ def _kernel(
     operands: Sequence[tuple[str, str]] = (),
     outputs: Sequence[str] = (),
     sinks: Sequence[str] = (),
+    by_table: type[Any] = _WeightsByTable,
+    adds: bool = False,
 ) -> type[Any]:
     """A kernel class of this module, under its own name: QuACK's compile cache finds it by that.
 
     Args:
         name: the class's. epilogue: a function of the accumulator and the operands, element by element.
         ops: load and store the operands and outputs. operands: names and kinds. outputs, sinks: names of what the epilogue
-            returns beside ``D``.
+            returns beside ``D``. by_table: which operand goes through the table. adds: ``D`` is added to what is there.
     """
     every = (*ops, _TableArgument(TABLE))
     fields = [(op.name, op.arg_spec_type()) for op in every] + [(field, _OPTIONAL_TENSOR) for field in _SPLIT_K]
     arguments = NamedTuple("EpilogueArguments", fields)  # type: ignore[misc]
     arguments.__new__.__defaults__ = (None,) * len(fields)  # type: ignore[attr-defined]
     arguments = mlir_namedtuple(arguments)
-    arguments.add_to_output = False  # type: ignore[attr-defined]
+    arguments.add_to_output = adds  # type: ignore[attr-defined]
     return type(
         name,
-        (_WeightsByTable, _EpiModMixinBase, GemmSm90),
+        (by_table, _EpiModMixinBase, GemmSm90),
         {
             "__module__": __name__,
             "__qualname__": name,
@@ -195,6 +213,10 @@ PlainGemm = _kernel("PlainGemm", _fc2)
 BiasGemm = _kernel("BiasGemm", _fc2, ops=(_BIAS,), operands=(_ROW,))
 ScaledBiasGemm = _kernel("ScaledBiasGemm", _fc2, ops=(_BIAS, _SCALE), operands=(_ROW, _COLUMN))
 """``D = A @ w``, plus a bias an expert, times a scale a row: FC2, and the dgrad of FC1."""
+
+WgradGemm = _kernel("WgradGemm", _fc2, by_table=_GradsByTable)
+AddingWgradGemm = _kernel("AddingWgradGemm", _fc2, by_table=_GradsByTable, adds=True)
+"""``D_i (+)= A_i @ B_i.T``, the experts' parts of A and B lying side by side along K: a weight's gradient."""
 
 
 def fc1_name(dtype: str, *, bias: bool, tanh: bool) -> str:

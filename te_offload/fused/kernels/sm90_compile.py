@@ -1,0 +1,114 @@
+"""Compiles what QuACK has no host code for: wgrads into separate buffers, and the kernels over rows.
+
+In: names, dtypes and tiles. Out: functions that launch on the current stream. Keeps true: compiled kernels are kept on
+disk by QuACK's cache, under a key of which our own source is part. Does not: look at shapes; one kernel serves all.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+from typing import Any
+
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32
+from quack.cache import jit_cache
+from quack.compile_utils import make_fake_tensor
+from quack.cute_dsl_utils import torch2cute_dtype_map
+from quack.gemm_tvm_ffi_utils import (
+    compile_gemm_kernel,
+    make_fake_gemm_tensors,
+    make_fake_scheduler_args,
+    make_fake_varlen_args,
+)
+
+from te_offload.fused.kernels import rows_device, sm90_device
+
+CAPABILITY = (9, 0)
+
+
+@functools.cache
+def source_key() -> str:
+    """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
+    sources = [inspect.getsource(module) for module in (sm90_device, rows_device, sys.modules[__name__])]
+    return hashlib.sha256("".join(sources).encode()).hexdigest()
+
+
+def compiled_wgrad(
+    name: str,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    tile: tuple[int, int],
+    cluster: tuple[int, int],
+    pingpong: bool,
+) -> Any:
+    """The wgrad kernel ``name`` of `sm90_device`.
+
+    Returns:
+        A function of A (rows, T) and B (columns, T), each with stride 1 along its first dimension, D (J, rows, columns),
+        ``None``, the epilogue's, the scheduler's and the varlen arguments, and twice ``None``.
+    """
+    return _compile_expert_wgrad(
+        name, torch2cute_dtype_map[dtype], torch2cute_dtype_map[out_dtype], tile, cluster, pingpong, source_key()
+    )
+
+
+@jit_cache  # type: ignore[untyped-decorator]
+def _compile_expert_wgrad(
+    name: str, dtype: Any, out_dtype: Any, tile: Any, cluster: Any, pingpong: bool, _source: str
+) -> Any:
+    kernel = getattr(sm90_device, name)
+    a, b, d, c, _, _, k, experts = make_fake_gemm_tensors(
+        dtype, dtype, out_dtype, None, "m", "n", "n", None, varlen_k=True
+    )
+    table = make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)
+    return compile_gemm_kernel(
+        kernel,
+        dtype,
+        tile,
+        (*cluster, 1),
+        pingpong,
+        True,  # persistent
+        False,  # A is not gathered
+        False,  # static schedule
+        CAPABILITY,
+        a,
+        b,
+        d,
+        c,
+        kernel.EpilogueArguments(**{sm90_device.TABLE: table}),
+        make_fake_scheduler_args(False, False, experts),
+        make_fake_varlen_args(False, True, False, k),
+    )
+
+
+def compiled_rows(name: str, dtype: torch.dtype, sizes_dtype: torch.dtype | None = None) -> Any:
+    """A kernel of `rows_device`.
+
+    Args:
+        name: in its ``KERNELS``. dtype: of the matrix. sizes_dtype: of the split sizes, if it takes them.
+
+    Returns:
+        A function of the tensors that the kernel takes.
+    """
+    sizes = None if sizes_dtype is None else torch2cute_dtype_map[sizes_dtype]
+    return _compile_expert_rows(name, torch2cute_dtype_map[dtype], sizes, source_key())
+
+
+@jit_cache  # type: ignore[untyped-decorator]
+def _compile_expert_rows(name: str, dtype: Any, sizes_dtype: Any, _source: str) -> Any:
+    rows = cute.sym_int()
+    offsets = make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)
+    matrix = make_fake_tensor(dtype, (rows, cute.sym_int()), leading_dim=1, divisibility=1)
+    if name == "offsets":
+        sizes = make_fake_tensor(sizes_dtype, (cute.sym_int(),), leading_dim=0, divisibility=1)
+        arguments = [sizes, offsets, matrix]
+    elif name == "clear":
+        arguments = [offsets, matrix]
+    else:
+        arguments = [matrix, offsets, make_fake_tensor(Float32, (rows,), leading_dim=0, divisibility=1)]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(rows_device.KERNELS[name](), *arguments, stream, options="--enable-tvm-ffi")

@@ -1,0 +1,60 @@
+"""The parameters of a GroupedLinear, separate or grouped, as the fused op reads and returns them.
+
+In: an op. Out: tensors, in the order of its experts or of its parameters. Keeps true: nothing is copied. Does not: check
+devices or dtypes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def first_weight(op: Any) -> torch.nn.Parameter:
+    """The first weight parameter, or the only one."""
+    weight: torch.nn.Parameter = op._parameters["weight" if op.single_grouped_weight else "weight0"]
+    return weight
+
+
+def weight_parameters(op: Any) -> list[torch.nn.Parameter]:
+    """The weights as they are registered; not by attribute, which takes the host a microsecond each."""
+    if op.single_grouped_weight:
+        return [op.weight]
+    parameters = op._parameters
+    return [parameters[name] for name in _weight_names(op.num_groups)]
+
+
+@functools.cache
+def _weight_names(count: int) -> tuple[str, ...]:
+    return tuple([f"weight{number}" for number in range(count)])
+
+
+def weights(op: Any) -> torch.Tensor | Sequence[torch.Tensor]:
+    """N dense weights (out_features, in_features), or one tensor of them all if they are grouped."""
+    if op.single_grouped_weight:
+        packed: torch.Tensor = op.weight.rowwise_data.view(op.num_groups, op.out_features, op.in_features)
+        return packed
+    return weight_parameters(op)
+
+
+def bias(op: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """Biases (N, out_features), if there are any."""
+    return op._get_packed_bias_tensor(dtype).detach() if op.has_bias else None
+
+
+def versions(*ops: Any) -> list[int]:
+    """In-place versions of all parameters."""
+    return [p._version for op in ops for p in op._parameters.values() if p is not None]
+
+
+def in_order(op: Any, weights: list[torch.Tensor | None], biases: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Gradients in the order in which the op's parameters are registered."""
+    if biases is None:
+        return weights
+    if op.single_grouped_bias:
+        return [*weights, biases]
+    apart = list(biases.unbind(0))
+    return [*apart, *weights] if op.single_grouped_weight else [*weights, *apart]
