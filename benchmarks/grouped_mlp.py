@@ -1,17 +1,20 @@
 """One grouped MLP, forward and backward: ours fused, Transformer Engine's ops, torch's `_grouped_mm`, our kernels bare.
 
     ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew] [--rounds 20] [--json FILE]
+                                 [--single-grouped-weight]
 
 All ways run in one process with the same weights and inputs, interleaved, forwards and backwards through the list by turns;
 each number is the median over the rounds of a few calls in a row, by events on the GPU. `graph` is the same forward and
 backward captured and replayed. `host` is what a forward takes the host, by its own clock, with the GPU idle before it.
-`bare kernels` are the launches of the fused op without autograd and Transformer Engine around them: the floor of `ours`.
+`bare kernels` are the launches of the fused op without autograd and Transformer Engine around them. `QuACK's GEMMs` are the
+same six products with QuACK's own host code, on packed weights, with our tiles and without any activation: the floor.
 Transformer Engine runs in the best way that the loaded cuBLAS gives it; run it with the newest one too.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -20,13 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import quack.gemm
 import torch
 import transformer_engine.pytorch as te
 
 from te_offload import ops
 from te_offload.fused import hopper
+from te_offload.fused.kernels import sm90
 from te_offload.fused.kernels.interface import SquaredReLU
-from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.ops import te_adapter
 
 CALLS = 4
@@ -38,11 +42,14 @@ class Case:
 
     Args:
         experts, hidden, ffn, tokens: the shape. skew: one expert takes half of the tokens, a quarter of them nothing.
+        single: each op has one grouped weight, not one an expert.
     """
 
-    def __init__(self, experts: int, hidden: int, ffn: int, tokens: int, *, skew: bool) -> None:
+    def __init__(self, experts: int, hidden: int, ffn: int, tokens: int, *, skew: bool, single: bool) -> None:
         torch.manual_seed(0)
         size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        if single:
+            size["single_grouped_weight"] = True
         self.tokens, self.hidden, self.ffn = tokens, hidden, ffn
         self.fused = te.ops.Sequential(
             ops.GroupedLinear(experts, hidden, ffn, **size),
@@ -54,16 +61,18 @@ class Case:
             te.ops.ScaledSReLU(),
             te.ops.GroupedLinear(experts, ffn, hidden, **size),
         )
-        for ours, theirs in zip(self.fused.parameters(), self.plain.parameters(), strict=True):
-            theirs.data = ours.data
-        self.weights1 = [p.detach() for p in self.fused[0].parameters()]
-        self.weights2 = [p.detach() for p in self.fused[2].parameters()]
+        if not single:
+            for ours, theirs in zip(self.fused.parameters(), self.plain.parameters(), strict=True):
+                theirs.data = ours.data
+        shapes = (experts, ffn, hidden), (experts, hidden, ffn)
+        packed = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(shape[2] ** -0.5) for shape in shapes]
+        self.weights1, self.weights2 = (list(weights.unbind(0)) for weights in packed)
         self.x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         self.scales = torch.rand(tokens, device="cuda").requires_grad_()
         self.dy = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         self.sizes = torch.tensor(split(experts, tokens, skew=skew), device="cuda")
-        self._packed = [torch.stack(weights).requires_grad_() for weights in (self.weights1, self.weights2)]
-        self._kernels = Sm90Kernels(SquaredReLU())
+        self._packed = [weights.requires_grad_() for weights in packed]
+        self._kernels = sm90.Sm90Kernels(SquaredReLU())
 
     def forward_of(self, module: torch.nn.Module) -> Step:
         """A forward with what autograd needs."""
@@ -71,8 +80,9 @@ class Case:
 
     def step_of(self, module: torch.nn.Module) -> Step:
         """A forward and backward."""
-        wanted = [self.x, self.scales, *module.parameters()]
         forward = self.forward_of(module)
+        forward()  # which makes grouped weights
+        wanted = [self.x, self.scales, *module.parameters()]
         return lambda: torch.autograd.grad(forward(), wanted, self.dy)
 
     def grouped_mm_forward(self) -> torch.Tensor:
@@ -111,6 +121,44 @@ class Case:
         )
         kernels.fc2(fc2_input, kernels.prepare("fc2", self.weights2), None, None, offsets, y)
         return act_input, offsets
+
+    def quack(self) -> Step:
+        """The six products, with QuACK's plain epilogue, into buffers that are there."""
+        x, dy, (w1, w2) = self.x.detach(), self.dy, (weights.detach() for weights in self._packed)
+        act_input, offsets = self.bare_forward()
+        dact, fc2_input, _ = self._kernels.fc2_dgrad(
+            dy, self._kernels.prepare("fc2", self.weights2), act_input, self.scales.detach(), offsets
+        )
+        y, dx, spare, dw1, dw2 = (torch.empty_like(t) for t in (x, x, act_input, w1, w2))
+        wide, narrow = act_input.shape[1], x.shape[1]
+        many = x.shape[0] >= sm90._MANY_ROWS * len(w1)
+        by_rows = [(x, w1, act_input, sm90._FC1_TILES), (fc2_input, w2, y, sm90._PLAIN_TILES)]
+        by_rows += [(dy, w2.mT, spare, sm90._DACT_TILES), (dact, w1.mT, dx, sm90._PLAIN_TILES)]
+        calls: list[Step] = []
+        for a, b, d, tiles in by_rows:
+            tile = sm90.choose_tile(tiles, None, d.shape[1])
+            calls.append(functools.partial(_quack_gemm, a, b, d, tile, cu_seqlens_m=offsets))
+        for a, b, d, size in ((dy, fc2_input, dw2, (narrow, wide)), (dact, x, dw1, (wide, narrow))):
+            tile = sm90.choose_tile(sm90._WGRAD_TILES_MANY_ROWS if many else sm90._WGRAD_TILES, *size)
+            calls.append(functools.partial(_quack_gemm, a.mT, b.mT, d, tile, cu_seqlens_k=offsets))
+        self.quack_forward = lambda: [call() for call in calls[:2]]
+        return lambda: [call() for call in calls]
+
+
+def _quack_gemm(a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, tile: sm90.Tile, **offsets: torch.Tensor) -> None:
+    quack.gemm.gemm(
+        a,
+        b,
+        d,
+        None,
+        None,
+        tile.rows,
+        tile.columns,
+        tile.cluster_rows,
+        tile.cluster_columns,
+        pingpong=tile.pingpong,
+        **offsets,
+    )
 
 
 def split(experts: int, tokens: int, *, skew: bool) -> list[int]:
@@ -176,14 +224,20 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--skew", action="store_true", help="one expert takes half, a quarter of them nothing")
     parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--single-grouped-weight", action="store_true", help="one weight an op, theirs and ours")
     arguments = parser.parse_args()
-    os.environ[hopper.SWITCH] = "1"
-    case = Case(arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens, skew=arguments.skew)
+    os.environ |= {hopper.SWITCH: "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
+    single = arguments.single_grouped_weight
+    case = Case(
+        arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens, skew=arguments.skew, single=single
+    )
+    quack_step = case.quack()
     ways: dict[str, dict[str, Step]] = {
         "te_offload, fused": {"forward": case.forward_of(case.fused), "step": case.step_of(case.fused)},
         "Transformer Engine": {"forward": case.forward_of(case.plain), "step": case.step_of(case.plain)},
         "torch._grouped_mm, packed weights": {"forward": case.grouped_mm_forward, "step": case.grouped_mm_step},
         "bare kernels of te_offload": {"forward": case.bare_forward, "step": case.bare},
+        "QuACK's GEMMs alone, packed weights": {"forward": case.quack_forward, "step": quack_step},
     }
     failures = {}
     for name, steps in list(ways.items()):
@@ -212,6 +266,7 @@ def main() -> None:
     number = te_adapter.cublaslt_version()
     shape = f"E{arguments.experts} H{arguments.hidden} F{arguments.ffn} T{arguments.tokens}"
     skewed = ", skewed routing" if arguments.skew else ""
+    skewed += ", one grouped weight" if single else ""
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}"
     )
@@ -225,7 +280,14 @@ def main() -> None:
         print(f"\n{name}: {why}")
     if arguments.json:
         rows = [{"way": name, "kind": kind, "ms": value} for (name, kind), value in medians.items()]
-        result = {"schema": "1.0", "shape": shape, "skew": arguments.skew, "rows": rows, "failures": failures}
+        result = {
+            "schema": "1.0",
+            "shape": shape,
+            "skew": arguments.skew,
+            "single": single,
+            "rows": rows,
+            "failures": failures,
+        }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
