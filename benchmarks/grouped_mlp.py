@@ -130,16 +130,15 @@ class Case:
             dy, self._kernels.prepare("fc2", self.weights2), act_input, self.scales.detach(), offsets
         )
         y, dx, spare, dw1, dw2 = (torch.empty_like(t) for t in (x, x, act_input, w1, w2))
-        wide, narrow = act_input.shape[1], x.shape[1]
-        many = x.shape[0] >= sm90._MANY_ROWS * len(w1)
-        by_rows = [(x, w1, act_input, sm90._FC1_TILES), (fc2_input, w2, y, sm90._PLAIN_TILES)]
-        by_rows += [(dy, w2.mT, spare, sm90._DACT_TILES), (dact, w1.mT, dx, sm90._PLAIN_TILES)]
+        regime = sm90.Regime.of(x.shape[0], len(w1))
+        by_rows = [(x, w1, act_input, "fc1"), (fc2_input, w2, y, "plain")]
+        by_rows += [(dy, w2.mT, spare, "dact"), (dact, w1.mT, dx, "plain")]
         calls: list[Step] = []
-        for a, b, d, tiles in by_rows:
-            tile = sm90.choose_tile(tiles, None, d.shape[1])
+        for a, b, d, product in by_rows:
+            tile = sm90.tile_for(product, regime, None, d.shape[1])
             calls.append(functools.partial(_quack_gemm, a, b, d, tile, cu_seqlens_m=offsets))
-        for a, b, d, size in ((dy, fc2_input, dw2, (narrow, wide)), (dact, x, dw1, (wide, narrow))):
-            tile = sm90.choose_tile(sm90._WGRAD_TILES_MANY_ROWS if many else sm90._WGRAD_TILES, *size)
+        for a, b, d in ((dy, fc2_input, dw2), (dact, x, dw1)):
+            tile = sm90.tile_for("wgrad", regime, *d.shape[1:])
             calls.append(functools.partial(_quack_gemm, a.mT, b.mT, d, tile, cu_seqlens_k=offsets))
         self.quack_forward = lambda: [call() for call in calls[:2]]
         return lambda: [call() for call in calls]

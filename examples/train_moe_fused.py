@@ -1,6 +1,6 @@
 """A small mixture-of-experts layer with a router, trained with the fused grouped MLP and offloading.
 
-    TE_OFFLOAD_FUSED_MLP=1 ./run examples.train_moe_fused           # a Hopper GPU with quack-kernels
+    ./run examples.train_moe_fused                                  # a Hopper GPU with quack-kernels
     TE_OFFLOAD_FUSED_MLP=reference ./run examples.train_moe_fused   # anywhere, in torch arithmetic
 
 The router's split sizes never leave the device. The report says of ``fc2_input`` that the backward rebuilds it.

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from te_offload.fused import hopper
 from te_offload.ops import te_adapter
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"level 1 ({marker}); run with --level 1"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none here"))
+
+
+@pytest.fixture(autouse=True)
+def unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped MLPs run op by op, as te.ops with the same bits, unless a test says otherwise."""
+    monkeypatch.setenv(hopper.SWITCH, "0")
 
 
 @pytest.fixture(autouse=True)

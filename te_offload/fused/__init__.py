@@ -11,11 +11,12 @@ import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentTypeError
 from te_offload.fused import blackwell, hopper
+from te_offload.fused.calls import Fusion, fusions_in
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows, named_slot_owners
 from te_offload.ops import te_adapter
 
-__all__ = ["Support", "Window", "explain", "find_windows", "fuse", "named_slot_owners"]
+__all__ = ["Fusion", "Support", "Window", "explain", "find_windows", "fuse", "fusions_in", "named_slot_owners"]
 
 
 def explain(window: Window, recipe: Any = None) -> Support:

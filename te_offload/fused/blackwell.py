@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from te_offload.fused.calls import calls_of
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
 from te_offload.ops import te_adapter
@@ -31,6 +32,7 @@ class _DeclaresSlots:
         with te_adapter.OffloadSwitch(on=False):
             result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
         declare_slots(self.basic_ops, basic_op_ctxs, te_adapter.read_fused)
+        calls_of(self.basic_ops[0]).fused += 1
         return result
 
     def fuser_backward(

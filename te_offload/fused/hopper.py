@@ -3,11 +3,10 @@
 In: windows of GroupedLinear, ScaledSReLU or ScaledTanhSReLU, GroupedLinear with an op of `te_offload.ops`, or asked for.
 Out: the results of the three ops, and their slots: ``fc1_input`` and ``act_input`` are saved, ``fc2_input`` is rebuilt in
 the backward. Keeps true: each slot is declared when it is written and read back just before its first use; what one call
-cannot take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: take
-windows unless it is told to.
+cannot take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: quantize.
 
-``TE_OFFLOAD_FUSED_MLP`` tells, when a Sequential runs first: ``1`` takes windows on Hopper, ``reference`` takes them
-everywhere and computes in torch arithmetic, anything else takes none.
+``TE_OFFLOAD_FUSED_MLP``, when a Sequential runs first: ``1``, the default, takes windows on Hopper, ``0`` takes none, and
+``reference`` takes them everywhere and computes in torch arithmetic.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, SavedTensorModifiedError
 from te_offload.fused import parameters
+from te_offload.fused.calls import calls_of
 from te_offload.fused.kernels.experts import TMA_BYTES
 from te_offload.fused.kernels.interface import Kernels, SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
@@ -42,9 +42,9 @@ def explain(window: Window, recipe: Any = None) -> Support:
     Args:
         window: from `find_windows`. recipe: a Transformer Engine recipe; ``None``: no quantization.
     """
-    mode = os.environ.get(SWITCH, "0")
+    mode = os.environ.get(SWITCH, "1")
     if mode not in ("1", "reference"):
-        return Support(False, f"{SWITCH} is not set to 1")
+        return Support(False, f"{SWITCH} is {mode}")
     reason = None if mode == "reference" else _machine_reason()
     reason = reason or _structure_reason(window)
     if reason is None and recipe is not None:
@@ -90,7 +90,11 @@ def fuse_windows(ops: list[Any], *, recipe: Any = None, **_: Any) -> list[Any]:
     fused: list[Any] = []
     position = 0
     for window in find_windows(ops):
-        if (window.has_slot_owner or window.asked_for) and explain(window, recipe).ok:
+        support = explain(window, recipe)
+        if not (window.has_slot_owner or window.asked_for):
+            support = Support(False, "its ops are of plain te.ops, and te_offload.fused.fuse was not called")
+        calls_of(window.fc1).reason = support.reason
+        if support.ok:
             fused += [*ops[position : window.start], HopperGroupedMLP(window.ops)]
             position = window.start + 3
     return fused + ops[position:]
@@ -170,9 +174,14 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         ctx1, ctx2, ctx3 = basic_op_ctxs
         extra_inputs = kwargs["basic_op_extra_inputs"]
         kernels = self._kernels_for(input_)
-        taken = ctx1.te_offload_fused = self.support(basic_op_ctxs, input_, extra_inputs).ok
-        if not taken:
+        reason = self._call_reason(basic_op_ctxs, input_, extra_inputs)
+        ctx1.te_offload_fused = reason is None
+        calls = calls_of(fc1)
+        if reason is not None:
+            calls.handed_over += 1
+            calls.reason = reason
             return self._forward_one_by_one(basic_op_ctxs, input_, **kwargs)
+        calls.fused += 1
         weights1, weights2 = _prepared(kernels, fc1, fc2)
         splits1, scales, splits2 = extra_inputs[0][0], extra_inputs[1][0], extra_inputs[2][0]
         self._check(input_, splits1, scales, splits2)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from te_offload.errors import ArgumentError, ArgumentTypeError, ConflictError, StateError, UnsupportedError
+from te_offload.fused.calls import Fusion, fusions_in
 from te_offload.fused.window import named_slot_owners
 from te_offload.offload.attachment import Attachment
 from te_offload.offload.decide import Rules
@@ -228,18 +229,23 @@ class OffloadSession:
         """Bytes of host memory on loan now."""
         return self._engine.pool.live_bytes if self._engine is not None else 0
 
+    @property
+    def fusions(self) -> tuple[tuple[str, Fusion], ...]:
+        """The grouped MLPs of each layer, by its name, and how they ran: fused, or not and why."""
+        return tuple((each.name, fusion) for each in self._attachments for fusion in fusions_in(each.module))
+
     def report(self) -> str:
-        """The last step whose times were taken, as a table.
+        """The last step whose times were taken, as a table, and the grouped MLPs that did not run fused.
 
         Raises:
             StateError: no step has ended yet.
         """
-        from te_offload.report.table import step_table
+        from te_offload.report.table import fusion_lines, step_table
 
         records = self.records
         if not records:
             raise StateError("No step has ended yet, so there is nothing to report. Run one `with session.step():`.")
-        return step_table(self.timed_record or records[-1])
+        return step_table(self.timed_record or records[-1]) + fusion_lines(self.fusions)
 
     # The step --------------------------------------------------------------------------------------------------------
 

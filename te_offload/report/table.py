@@ -1,17 +1,19 @@
 """A step as text.
 
-In: a `StepRecord`. Out: a table for a terminal of any width. Keeps true: a row for each slot of each forward. Does not:
-print.
+In: a `StepRecord`, and how grouped MLPs ran. Out: a table for a terminal of any width. Keeps true: a row for each slot of
+each forward. Does not: print.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from te_offload.fused.calls import Fusion
 from te_offload.offload.record import Outcome, StepRecord
 from te_offload.slots import Fate
 from te_offload.units import format_bytes
@@ -91,3 +93,21 @@ def step_table(step: StepRecord, width: int = 120) -> str:
     console.print(slot_table(step, width))
     console.print(totals(step), highlight=False, soft_wrap=True)
     return text.getvalue()
+
+
+def fusion_lines(fusions: Sequence[tuple[str, Fusion]]) -> str:
+    """How many grouped MLPs ran fused, and a line for each that did not always, with the reason; empty without any.
+
+    Args:
+        fusions: each with the name of its layer.
+    """
+    if not fusions:
+        return ""
+    always = sum(1 for _, fusion in fusions if not fusion.reason)
+    lines = [f"Grouped MLPs that ran fused: {always} of {len(fusions)}."]
+    for layer, fusion in fusions:
+        calls = fusion.fused + fusion.handed_over
+        some = f"{fusion.handed_over} of {calls} forwards op by op" if fusion.fused else "op by op"
+        if fusion.reason:
+            lines.append(f"  {layer}/{fusion.name}: {some}: {fusion.reason}")
+    return "\n".join(lines) + "\n"

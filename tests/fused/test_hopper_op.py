@@ -16,7 +16,7 @@ from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
 
 from te_offload import Fate, OffloadSession, Reason, ops
 from te_offload.errors import ArgumentError, ArgumentTypeError, SavedTensorModifiedError
-from te_offload.fused import find_windows, fuse, hopper
+from te_offload.fused import Fusion, find_windows, fuse, hopper
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference import ReferenceKernels
 from tests.layouts.test_unfused_layouts import listen
@@ -376,9 +376,45 @@ def test_window_that_is_not_taken_says_why(options: dict[str, Any], reason: str)
     assert hopper.fuse_windows(list(module)) == list(module)
 
 
-def test_windows_are_not_taken_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_keeps_windows_unfused_and_is_on_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = next(find_windows(list(mlp())))
+    monkeypatch.setenv(hopper.SWITCH, "0")
+    assert hopper.explain(window).reason == "TE_OFFLOAD_FUSED_MLP is 0"
     monkeypatch.delenv(hopper.SWITCH)
-    assert "is not set to 1" in hopper.explain(next(find_windows(list(mlp())))).reason
+    monkeypatch.setattr(hopper, "_machine_reason", lambda: None)
+    assert hopper.explain(window).ok
+
+
+def test_report_says_how_grouped_mlps_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, glu, idle = mlp(), mlp(activation="swiglu"), mlp()
+    with OffloadSession([fused, glu, idle], min_bytes=0) as session, session.step():
+        for module in (fused, glu):
+            run(module, SPLITS)
+        x, sizes, scales = make_inputs(SPLITS)
+        fused(x.detach(), sizes, scales.detach(), sizes)
+        for parameter in fused[0].parameters():
+            parameter.requires_grad_(False)
+        fused(x.detach(), sizes, scales.detach(), sizes).sum().backward()
+    text = session.report()
+    assert "Grouped MLPs that ran fused: 0 of 3." in text
+    assert "layer0/0: 1 of 3 forwards op by op: a gradient is needed by some of its ops alone" in text
+    assert "layer1/0: op by op: its activation is ScaledSwiGLU" in text
+    assert "layer2/0: op by op: it has not run" in text
+
+
+def test_report_of_grouped_mlps_that_all_ran_fused_is_a_line() -> None:
+    module = mlp()
+    with OffloadSession([module], min_bytes=0) as session, session.step():
+        run(module, SPLITS)
+    assert session.report().endswith("Grouped MLPs that ran fused: 1 of 1.\n")
+    assert session.fusions == (("layer0", Fusion("0", 1, 0, "")),)
+
+
+def test_report_of_layers_without_grouped_mlps_says_nothing_of_them() -> None:
+    layer = torch.nn.Linear(8, 8)
+    with OffloadSession([layer], min_bytes=0) as session, session.step():
+        layer(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert "Grouped MLP" not in session.report()
 
 
 def test_plain_te_ops_are_fused_if_asked_for_and_give_the_same_bits() -> None:

@@ -20,10 +20,11 @@ from te_offload.fused.kernels import sm90, sm90_compile
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.interface import SquaredReLU
 
-EXPERTS, HIDDEN, FFN, TOKENS = 4, 512, 384, 1024
+EXPERTS, HIDDEN, FFN = 4, 512, 384
+FEW, USUAL, MANY = 512, 2048, 8192  # tokens, for which other tiles are taken
 
 
-def compile_all(dtype: torch.dtype, activation: SquaredReLU) -> int:
+def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int) -> int:
     """Run forward and backward without launching; the number of launches that there would have been."""
     launches = 0
 
@@ -51,9 +52,9 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU) -> int:
     quack.gemm_runtime.host.get_max_active_clusters = any_number
     kernels = sm90.Sm90Kernels(activation)
     table, sizes = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS, dtype=torch.int64)
-    offsets = kernels.offsets(sizes, empty(TOKENS, HIDDEN))
+    offsets = kernels.offsets(sizes, empty(tokens, HIDDEN))
     of_fc1, of_fc2 = Experts(empty(EXPERTS, FFN, HIDDEN), table), Experts(empty(EXPERTS, HIDDEN, FFN), table)
-    x, scales = empty(TOKENS, HIDDEN), empty(TOKENS, dtype=torch.float32)
+    x, scales = empty(tokens, HIDDEN), empty(tokens, dtype=torch.float32)
     bias1, bias2 = empty(EXPERTS, FFN), empty(EXPERTS, HIDDEN)
     for bias in (bias1, None):
         act_input, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets)
@@ -73,4 +74,6 @@ if __name__ == "__main__":
     with FakeTensorMode():
         for dtype in (torch.bfloat16, torch.float16):
             for activation in (SquaredReLU(), SquaredReLU(clamp=2.0)):
-                print(dtype, activation, compile_all(dtype, activation), "launches")
+                print(dtype, activation, compile_all(dtype, activation, USUAL), "launches")
+        for tokens in (FEW, MANY):
+            print(tokens, "tokens:", compile_all(torch.bfloat16, SquaredReLU(), tokens), "launches")

@@ -9,6 +9,8 @@ Compiled kernels are kept on disk by QuACK (``QUACK_CACHE_DIR``, or a folder und
 
 from __future__ import annotations
 
+import enum
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -47,44 +49,79 @@ class Tile(NamedTuple):
 
 Tiles = Sequence[tuple[Tile, float]]
 
+
+class Regime(enum.Enum):
+    """How many tokens an expert has, on average."""
+
+    FEW = enum.auto()
+    USUAL = enum.auto()
+    MANY = enum.auto()
+
+    @classmethod
+    def of(cls, tokens: int, experts: int) -> Regime:
+        """For so many tokens and experts."""
+        if tokens < 300 * experts:
+            return cls.FEW
+        return cls.MANY if tokens >= 1024 * experts else cls.USUAL
+
+
 # Measured on an H200 (docs/results/): each tile with its time a padded element of the result, relative to the first one's.
-_FC1_TILES: Tiles = (
-    (Tile(128, 208, pingpong=True), 1.0),
-    (Tile(128, 176, pingpong=True), 0.99),
-    (Tile(128, 256), 1.05),
-)
-_DACT_TILES: Tiles = (
-    (Tile(128, 192, pingpong=True), 1.0),
-    (Tile(128, 160, pingpong=True), 1.035),
-    (Tile(128, 256), 1.01),
-)
-_PLAIN_TILES: Tiles = (
-    (Tile(128, 256), 1.0),
-    (Tile(128, 192, pingpong=True), 1.12),
-    (Tile(128, 160, pingpong=True), 1.1),
-)
-_WGRAD_TILES: Tiles = (
-    (Tile(128, 192, pingpong=True), 1.0),
-    (Tile(128, 192, 1, 2, pingpong=True), 1.045),
-    (Tile(128, 192, 1, 1, pingpong=True), 1.077),
-    (Tile(128, 160, pingpong=True), 1.05),
-    (Tile(128, 256), 1.04),
-)
-_WGRAD_TILES_MANY_ROWS: Tiles = ((Tile(256, 192), 1.0), (Tile(128, 256), 1.077))
-_MANY_ROWS = 1024  # tokens an expert
+# A cluster of two tiles shares what it loads, but pads each expert's rows to two tiles: not for few tokens an expert.
+_TILES: dict[tuple[str, Regime], Tiles] = {
+    ("fc1", Regime.USUAL): (
+        (Tile(128, 208, pingpong=True), 1.0),
+        (Tile(128, 176, pingpong=True), 0.99),
+        (Tile(128, 256), 1.05),
+    ),
+    ("fc1", Regime.FEW): ((Tile(128, 208, 1, 1, pingpong=True), 1.0), (Tile(128, 176, 1, 1, pingpong=True), 1.06)),
+    ("dact", Regime.USUAL): (
+        (Tile(128, 192, pingpong=True), 1.0),
+        (Tile(128, 160, pingpong=True), 1.035),
+        (Tile(128, 256), 1.01),
+    ),
+    ("dact", Regime.FEW): ((Tile(128, 192, 1, 2, pingpong=True), 1.0), (Tile(128, 160, 1, 1, pingpong=True), 1.11)),
+    ("plain", Regime.USUAL): (
+        (Tile(128, 256), 1.0),
+        (Tile(128, 192, pingpong=True), 1.12),
+        (Tile(128, 160, pingpong=True), 1.1),
+    ),
+    ("plain", Regime.FEW): ((Tile(128, 192, 1, 1, pingpong=True), 1.0), (Tile(128, 256, 1, 2), 1.03)),
+    ("wgrad", Regime.USUAL): (
+        (Tile(128, 192, pingpong=True), 1.0),
+        (Tile(128, 192, 1, 2, pingpong=True), 1.045),
+        (Tile(128, 192, 1, 1, pingpong=True), 1.077),
+        (Tile(128, 160, pingpong=True), 1.05),
+        (Tile(128, 256), 1.04),
+    ),
+    ("wgrad", Regime.MANY): ((Tile(256, 192), 1.0), (Tile(128, 256), 1.077)),
+}
 _NARROW = 8  # columns; the fewest that TMA takes
 _NARROW_TILE = Tile(128, 128, pingpong=True)
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 _SWIZZLE = 8  # tiles side by side that are computed one after the other, for the L2 cache
 
 
-def choose_tile(tiles: Tiles, rows: int | None, columns: int) -> Tile:
-    """The tile with the least time for a result of so many rows and columns; rows ``None``: the same for all tiles."""
+@functools.cache
+def tile_for(product: str, regime: Regime, rows: int | None, columns: int) -> Tile:
+    """The tile with the least time.
+
+    Args:
+        product: ``"fc1"``: FC1 with its activation; ``"dact"``: FC2's dgrad with the activation's; ``"plain"``: FC2, and
+            the dgrad of FC1; ``"wgrad"``.
+        regime: of the tokens an expert.
+        rows, columns: of the result; rows ``None``: the same for all tiles.
+    """
+    tiles = _TILES.get((product, regime)) or _TILES[product, Regime.USUAL]
     return min(tiles, key=lambda entry: entry[0].padded(rows, columns) * entry[1])[0]
 
 
 def _up(size: int, step: int) -> int:
     return -(-size // step) * step
+
+
+def _tile(product: str, weights: Experts, out: torch.Tensor) -> Tile:
+    tokens, columns = out.shape
+    return tile_for(product, Regime.of(tokens, weights.table.shape[0]), None, columns)
 
 
 class Sm90Kernels:
@@ -139,7 +176,7 @@ class Sm90Kernels:
         values = {"scale": scales, "fc2_input": fc2_input, sm90_device.TABLE: weights.table, **self._numbers()}
         if bias is not None:
             values["bias"] = bias
-        tile = choose_tile(_FC1_TILES, None, act_input.shape[1])
+        tile = _tile("fc1", weights, act_input)
         self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets)
         return act_input, fc2_input
 
@@ -153,7 +190,7 @@ class Sm90Kernels:
         out: torch.Tensor,
     ) -> None:
         """See `Kernels.fc2`."""
-        tile = choose_tile(_PLAIN_TILES, None, out.shape[1])
+        tile = _tile("plain", weights, out)
         kernel, values = sm90_device.PlainGemm, {sm90_device.TABLE: weights.table}
         if bias is not None:
             kernel, values["bias"] = sm90_device.BiasGemm, bias
@@ -170,7 +207,7 @@ class Sm90Kernels:
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernels.fc2_dgrad`."""
-        tile = choose_tile(_DACT_TILES, None, act_input.shape[1])
+        tile = _tile("dact", weights, act_input)
         dact_input, fc2_input = torch.empty_like(act_input), torch.empty_like(act_input)
         tokens, columns = act_input.shape
         parts = torch.empty(tokens, tile.parts(columns), dtype=torch.float32, device=dy.device)
@@ -185,7 +222,7 @@ class Sm90Kernels:
 
     def fc1_dgrad(self, dact_input: torch.Tensor, weights: Experts, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.fc1_dgrad`."""
-        tile = choose_tile(_PLAIN_TILES, None, out.shape[1])
+        tile = _tile("plain", weights, out)
         values = {sm90_device.TABLE: weights.table}
         self._launch(sm90_device.PlainGemm, tile, dact_input, weights.view, out, None, values, offsets, transposed=True)
         self.clear(offsets, out)
@@ -195,8 +232,7 @@ class Sm90Kernels:
     ) -> None:
         """See `Kernels.wgrad`. To accumulate, TMA adds each tile to what is there, once: bits depend on no order."""
         grads = out.view
-        many = x.shape[0] >= _MANY_ROWS * out.table.shape[0]
-        tile = choose_tile(_WGRAD_TILES_MANY_ROWS if many else _WGRAD_TILES, *grads.shape[1:])
+        tile = tile_for("wgrad", Regime.of(x.shape[0], out.table.shape[0]), *grads.shape[1:])
         kernel = sm90_device.AddingWgradGemm if accumulate else sm90_device.WgradGemm
         key = kernel, tile, dy.dtype, grads.dtype
         found = self._functions.get(key)
