@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 EXPERTS, HIDDEN, FFN, TOKENS = 64, 2048, 1408, 32768
 
@@ -29,7 +30,7 @@ def child() -> None:
     from te_offload import ops
 
     imported = time.perf_counter()
-    size = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+    size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
     module = te.ops.Sequential(
         ops.GroupedLinear(EXPERTS, HIDDEN, FFN, **size),
         ops.ScaledSReLU(),
