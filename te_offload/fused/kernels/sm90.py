@@ -60,9 +60,9 @@ class Regime(enum.Enum):
     @classmethod
     def of(cls, tokens: int, experts: int) -> Regime:
         """For so many tokens and experts."""
-        if tokens < 300 * experts:
+        if tokens < 200 * experts:
             return cls.FEW
-        return cls.MANY if tokens >= 1024 * experts else cls.USUAL
+        return cls.MANY if tokens >= 2048 * experts else cls.USUAL
 
 
 # Measured on an H200 (docs/results/): each tile with its time a padded element of the result, relative to the first one's.
