@@ -7,12 +7,16 @@ might expect as a built-in kind (a bad argument, a bad value) is that kind too. 
     ├── ArgumentError            (ValueError)    an argument's value is wrong
     │   ├── ArgumentTypeError    (TypeError)     an argument's type is wrong
     │   ├── BudgetError                          budgets that the slots of this model cannot meet
+    │   ├── InputMismatchError                   inputs that a captured graph was not captured for
     │   └── PlanError                            a plan of another model, or a file that is none
     ├── UnsupportedError         (RuntimeError)  this machine, release or layout cannot do what was asked
+    │   ├── CaptureError                         something that a CUDA graph cannot hold
     │   ├── UnsupportedReleaseError              a Transformer Engine release that no row of the table covers
     │   └── UnknownLayoutError                   saved tensors that do not look as the release's row says
     ├── StateError               (RuntimeError)  a call in the wrong order
     │   ├── ConflictError                        another offloading engine, or another session, is in the way
+    │   ├── StaleOutputError                     an output of a captured graph was read after a later replay
+    │   ├── WarmUpError                          a capture was asked for before its warm-up runs
     │   ├── BackwardTwiceError                   the saved tensors of te.ops were asked for a second time
     │   └── StepEndedError                       a backward after its step, or the session, had ended
     ├── SavedTensorModifiedError (RuntimeError)  a saved tensor was written to before its backward
@@ -39,12 +43,20 @@ class BudgetError(ArgumentError):
     """What may stay on the device is less than what must."""
 
 
+class InputMismatchError(ArgumentError):
+    """A captured graph was called with inputs, or over parameters, that it was not captured for."""
+
+
 class PlanError(ArgumentError):
     """A plan does not belong to the model, or a file holds none."""
 
 
 class UnsupportedError(OffloadError, RuntimeError):
     """This machine, release or combination cannot do what was asked."""
+
+
+class CaptureError(UnsupportedError):
+    """A CUDA graph cannot hold what was asked."""
 
 
 class UnsupportedReleaseError(UnsupportedError):
@@ -61,6 +73,14 @@ class StateError(OffloadError, RuntimeError):
 
 class ConflictError(StateError):
     """Two engines, or two sessions, would take the same saved tensors."""
+
+
+class StaleOutputError(StateError):
+    """The memory of a captured graph's output belongs to a later replay now."""
+
+
+class WarmUpError(StateError):
+    """A capture needs runs before it, and some are missing."""
 
 
 class BackwardTwiceError(StateError):

@@ -1,0 +1,146 @@
+"""Captures and replays: the one place that calls CUDA's graphs.
+
+In: a function without arguments. Out: a `Recording`. Keeps true: whatever happens while capturing, afterwards the current
+stream and Python's garbage collector are what they were, and nothing is being captured. Does not: know inputs or outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Function = Callable[[], Any]
+
+
+class Recording(Protocol):
+    """A captured function."""
+
+    def replay(self) -> None:
+        """Run it on the current stream."""
+
+    def close(self) -> None:
+        """Give its memory back. Idempotent."""
+
+
+class Backend(Protocol):
+    """Where functions are captured."""
+
+    device: torch.device
+
+    def warm_up(self, function: Function) -> Any:
+        """Run it on the stream on which it will be captured; the current stream waits for it."""
+
+    def record(self, function: Function, generators: Sequence[torch.Generator]) -> tuple[Recording, Any]:
+        """Capture it; what it returned, whose memory is the recording's, comes too."""
+
+    def wait_for(self, producer: Any) -> None:
+        """Have the current stream wait for a stream or an event."""
+
+    def settle(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+
+
+class Pool:
+    """Memory that several captures share, which must then be replayed in the order in which they were captured."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+
+
+class CudaBackend:
+    """See `Backend`.
+
+    Args:
+        device: a GPU. pool: memory shared with other captures; ``None``: its own.
+    """
+
+    def __init__(self, device: torch.device, pool: Pool | None) -> None:
+        self.device = device
+        self._pool = pool if pool is not None else Pool()
+        self._stream = torch.cuda.Stream(device)
+
+    def warm_up(self, function: Function) -> Any:
+        """See `Backend.warm_up`."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                return function()
+        finally:
+            current.wait_stream(self._stream)
+
+    def record(self, function: Function, generators: Sequence[torch.Generator]) -> tuple[CudaRecording, Any]:
+        """See `Backend.record`."""
+        if self._pool.handle is None:
+            self._pool.handle = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        torch.cuda.synchronize(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with _no_garbage_collection(), torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+                try:
+                    result = function()
+                except BaseException as error:
+                    try:
+                        graph.capture_end()
+                    except RuntimeError as second:  # broken already, by what is being raised
+                        if sys.version_info >= (3, 11):
+                            error.add_note(f"Ending the capture then failed too: {second}")
+                    raise
+                graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # of a graph that never came to be
+                graph.reset()
+            raise
+        return CudaRecording(graph), result
+
+    def wait_for(self, producer: Any) -> None:
+        """See `Backend.wait_for`."""
+        current = torch.cuda.current_stream(self.device)
+        if isinstance(producer, torch.cuda.Stream):
+            current.wait_stream(producer)
+        else:
+            current.wait_event(producer)
+
+    def settle(self) -> None:
+        """See `Backend.settle`."""
+        torch.cuda.synchronize(self.device)
+
+
+class CudaRecording:
+    """See `Recording`."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+
+    def replay(self) -> None:
+        """See `Recording.replay`."""
+        assert self._graph is not None
+        self._graph.replay()
+
+    def close(self) -> None:
+        """See `Recording.close`."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.reset()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection could free what CUDA must not free while it captures."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

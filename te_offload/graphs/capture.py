@@ -1,0 +1,347 @@
+"""A function as a CUDA graph: warm-up, capture, checked replay, teardown.
+
+In: a function, example inputs, and the modules whose parameters it uses. Out: `Capture`, called like the function. Keeps
+true: a graph that was not captured whole is never replayed; after a failure everything is as before it and the function
+runs eagerly, with the reason kept; the caller's tensors are never written. Does not: capture what waits for the host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from te_offload.errors import ArgumentError, CaptureError, InputMismatchError, StateError, WarmUpError
+from te_offload.graphs.backend import Backend, CudaBackend, Pool, Recording
+from te_offload.graphs.residents import Residents
+from te_offload.graphs.signature import Kind, Signature
+from te_offload.graphs.states import CaptureState, change
+from te_offload.graphs.weak import Lease, WeakOutput
+
+
+def capture(
+    function: Callable[..., Any],
+    example_inputs: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    modules: Iterable[torch.nn.Module] = (),
+    stay: Sequence[torch.Tensor] = (),
+    generators: Sequence[torch.Generator] = (),
+    warmup: int = 3,
+    on_mismatch: str = "raise",
+    clone_outputs: bool = False,
+    pool: Pool | None = None,
+) -> Capture:
+    """Have a function replayed as a CUDA graph from its fourth call on.
+
+    The first ``warmup`` calls run it, on the stream on which the next one captures it; each call does its work once.
+
+    Args:
+        function: of tensors on one GPU and of other values; it may hold a whole training step.
+        example_inputs, example_kwargs: what it is called with; tensors may have any numbers. Parameters among them, and
+            tensors in ``stay``, are read where they lie; other tensors are copied into buffers of the graph's.
+        modules: whose parameters, buffers and gradients it uses; before each replay they must be where they were.
+        stay: tensors among the inputs that stay in place.
+        generators: beside the GPU's own, whose random numbers it draws.
+        warmup: runs before the capture, one or more.
+        on_mismatch: ``"raise"`` an `InputMismatchError` for inputs of another kind, or parameters or gradients that
+            moved; or ``"recapture"``: warm up and capture anew.
+        clone_outputs: return copies. Otherwise outputs may be read until the next call, and are a `StaleOutputError` then.
+        pool: of memory, to share with captures that are replayed in the order in which they were captured.
+
+    Raises:
+        ArgumentError: no warm-up run, an unknown ``on_mismatch``, inputs on several devices.
+        CaptureError: nothing among the inputs and modules is on a GPU.
+    """
+    modules = list(modules)
+    device = _device_of((example_inputs, example_kwargs), modules)
+    if device is None or device.type != "cuda":
+        raise CaptureError(
+            f"Nothing to capture: the inputs and modules are on {device or 'no device'}. A CUDA graph needs them on a GPU."
+        )
+    return Capture(
+        function,
+        CudaBackend(device, pool),
+        (example_inputs, example_kwargs or {}),
+        modules=modules,
+        stay=stay,
+        generators=generators,
+        warmup=warmup,
+        on_mismatch=on_mismatch,
+        clone_outputs=clone_outputs,
+    )
+
+
+class Capture:
+    """A function that is, or will be, a graph; see `capture`.
+
+    Args:
+        function: what is captured. backend: by whom. examples: positional and keyword arguments.
+
+    Attributes:
+        reason: why it runs eagerly, if it does. recaptures: why it was captured anew, each time.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Backend,
+        examples: tuple[Sequence[Any], Mapping[str, Any]],
+        *,
+        modules: Sequence[torch.nn.Module] = (),
+        stay: Sequence[torch.Tensor] = (),
+        generators: Sequence[torch.Generator] = (),
+        warmup: int = 3,
+        on_mismatch: str = "raise",
+        clone_outputs: bool = False,
+    ) -> None:
+        if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
+            raise ArgumentError(f"warmup must be 1 or more runs, since kernels are loaded in them, but is {warmup!r}.")
+        if on_mismatch not in ("raise", "recapture"):
+            raise ArgumentError(f'on_mismatch must be "raise" or "recapture", but is {on_mismatch!r}.')
+        self.reason: BaseException | None = None
+        self.recaptures: list[str] = []
+        self._function = function
+        self._backend = backend
+        self._residents = Residents(modules)
+        self._stay = tuple(stay)
+        self._generators = tuple(generators)
+        self._warmup = warmup
+        self._raises = on_mismatch == "raise"
+        self._clones = clone_outputs
+        self._state = CaptureState.WARMING_UP
+        self._runs = 0
+        self._producers: list[Any] = []
+        self._lease = Lease()
+        self._graph = _Graph(backend)
+        self._finalizer = weakref.finalize(self, self._graph.close)  # also when Python ends
+        self._take_inputs(*examples)
+
+    # What a caller sees ----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> CaptureState:
+        """What the next call does."""
+        return self._state
+
+    def wait_for(self, producer: Any) -> None:
+        """Have the next call wait for the inputs' producer, if that is not the stream on which it is called.
+
+        Args:
+            producer: a stream or an event.
+        """
+        self._producers.append(producer)
+
+    def warm_up(self) -> None:
+        """Do the missing warm-up runs now, with the example inputs: for a function that changes nothing but its outputs.
+
+        Raises:
+            StateError: closed, or captured already.
+        """
+        self._expect(CaptureState.WARMING_UP)
+        while self._runs < self._warmup:
+            self._run()
+
+    def record(self) -> None:
+        """Capture now, with the next call's replay to come; `reason` says why if it could not be.
+
+        Raises:
+            WarmUpError: warm-up runs are missing.
+            StateError: closed, or captured already.
+        """
+        self._expect(CaptureState.WARMING_UP)
+        if self._runs < self._warmup:
+            raise WarmUpError(
+                f"{self._warmup - self._runs} of {self._warmup} warm-up runs are missing before the capture. Call the "
+                "capture so often, or its warm_up()."
+            )
+        self._record()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function: as a warm-up, as a graph, or eagerly.
+
+        Raises:
+            InputMismatchError: inputs of another kind, or parameters or gradients that moved.
+            StateError: closed.
+        """
+        if self._state is CaptureState.CLOSED:
+            raise StateError("This capture is closed. Make another one.")
+        producers, self._producers = self._producers, []
+        for producer in producers:
+            self._backend.wait_for(producer)
+        if self._state is CaptureState.EAGER:
+            return self._function(*args, **kwargs)
+        difference, leaves = self._signature.difference(args, kwargs)
+        if difference is None and self._state is CaptureState.CAPTURED:
+            difference = self._residents.moved()
+        if difference is not None:
+            self._start_over(difference, args, kwargs)
+            leaves = pytree.tree_leaves((args, kwargs))
+        self._copy_in(leaves)
+        if self._state is CaptureState.WARMING_UP:
+            if self._runs < self._warmup:
+                return self._run()
+            self._record()
+        if self._state is CaptureState.CAPTURED:
+            try:
+                return self._replay()
+            except RuntimeError as error:
+                if self._graph.replays:
+                    raise
+                self._give_up(error)  # the first replay: nothing was done yet
+        return self._function(*args, **kwargs)
+
+    def close(self) -> None:
+        """Wait for the device, then give up the graph and its memory. Idempotent.
+
+        Where the function talks to other ranks, close before the process group is destroyed.
+        """
+        if self._state is CaptureState.CLOSED:
+            return
+        self._state = change(self._state, CaptureState.CLOSED)
+        self._forget("the capture was closed")
+        self._finalizer.detach()
+
+    def __enter__(self) -> Capture:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def _expect(self, state: CaptureState) -> None:
+        if self._state is not state:
+            raise StateError(f"This capture is {self._state.value}; that can be done while it is {state.value}.")
+
+    def _take_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._signature = Signature.of(args, kwargs, self._stay, self._backend.device)
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        self._inputs: list[Any] = []
+        self._buffers: list[torch.Tensor] = []
+        self._moving: list[int] = []
+        for number, (leaf, found) in enumerate(zip(self._signature.leaves, leaves, strict=True)):
+            if leaf.kind is Kind.MOVES:
+                buffer = found.detach().clone().requires_grad_(found.requires_grad)
+                self._buffers.append(buffer)
+                self._moving.append(number)
+                found = buffer
+            self._inputs.append(found)
+
+    def _copy_in(self, leaves: Sequence[Any]) -> None:
+        if self._buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, [leaves[number] for number in self._moving])
+
+    def _call(self) -> Any:
+        for buffer in self._buffers:
+            buffer.grad = None  # as that of a new input
+        args, kwargs = pytree.tree_unflatten(self._inputs, self._signature.structure)
+        return self._function(*args, **kwargs)
+
+    def _run(self) -> Any:
+        result = self._backend.warm_up(self._call)
+        self._runs += 1
+        return result
+
+    def _record(self) -> None:
+        self._state = change(self._state, CaptureState.CAPTURING)
+        grads = self._residents.grads()
+        recording: Recording | None = None
+        try:
+            recording, result = self._backend.record(self._call, self._generators)
+            outputs, structure = pytree.tree_flatten(result)
+            for number, output in enumerate(outputs):
+                if isinstance(output, torch.Tensor) and output.device != self._backend.device:
+                    raise CaptureError(
+                        f"Output {number} of the captured function is on {output.device}, where no replay would change it. "
+                        f"Return it on {self._backend.device}."
+                    )
+        except BaseException as error:
+            for parameter, grad in grads:
+                parameter.grad = grad
+            if recording is not None:
+                recording.close()
+            self._state = change(self._state, CaptureState.WARMING_UP)
+            if not isinstance(error, Exception):
+                raise
+            self._give_up(error)
+            return
+        self._graph.hold(recording, outputs, structure)
+        self._residents.note()
+        self._state = change(self._state, CaptureState.CAPTURED)
+
+    def _replay(self) -> Any:
+        self._lease.ended = "a later replay"
+        outputs = self._graph.replay()
+        self._lease = lease = Lease()
+        if self._clones:
+            found = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in outputs]
+        else:
+            found = [WeakOutput.of(one, lease) if isinstance(one, torch.Tensor) else one for one in outputs]
+        return pytree.tree_unflatten(found, self._graph.structure)
+
+    def _give_up(self, error: Exception) -> None:
+        self.reason = error
+        self._state = change(self._state, CaptureState.EAGER)
+        self._forget("the capture was given up")
+
+    def _start_over(self, difference: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self._raises:
+            raise InputMismatchError(
+                f"A graph was captured for other inputs: {difference}. Give it what it was captured for, or capture with "
+                'on_mismatch="recapture".'
+            )
+        self.recaptures.append(difference)
+        if self._state is CaptureState.CAPTURED:
+            self._state = change(self._state, CaptureState.WARMING_UP)
+        self._forget("it was captured anew")
+        self._runs = 0
+        self._take_inputs(args, kwargs)
+
+    def _forget(self, why: str) -> None:
+        self._lease.ended = why
+        self._inputs, self._buffers, self._moving = [], [], []
+        self._graph.close()
+
+
+class _Graph:
+    """What a capture holds on the device, apart from it so that it can be taken down when the capture is gone."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._recording: Recording | None = None
+        self._outputs: list[Any] = []
+        self.structure: Any = None
+        self.replays = 0
+
+    def hold(self, recording: Recording, outputs: list[Any], structure: Any) -> None:
+        self._recording, self._outputs, self.structure = recording, outputs, structure
+        self.replays = 0
+
+    def replay(self) -> list[Any]:
+        assert self._recording is not None
+        self._recording.replay()
+        self.replays += 1
+        return self._outputs
+
+    def close(self) -> None:
+        recording, self._recording, self._outputs = self._recording, None, []
+        if recording is not None:
+            self._backend.settle()
+            recording.close()
+
+
+def _device_of(inputs: Any, modules: Sequence[torch.nn.Module]) -> torch.device | None:
+    for one in pytree.tree_leaves(inputs):
+        if isinstance(one, torch.Tensor):
+            return one.device
+    for module in modules:
+        for parameter in module.parameters():
+            return parameter.device
+    return None

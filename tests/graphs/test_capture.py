@@ -1,0 +1,388 @@
+"""Captures on a backend that needs no GPU: a recording runs its function again, into the same outputs."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from te_offload.errors import (
+    ArgumentError,
+    CaptureError,
+    InputMismatchError,
+    StaleOutputError,
+    StateError,
+    WarmUpError,
+)
+from te_offload.graphs import Capture, CaptureState, capture
+from te_offload.graphs.states import TRANSITIONS, change
+
+
+class FakeRecording:
+    """Runs its function again, into the outputs of the first time."""
+
+    def __init__(self, backend: FakeBackend, function: Callable[[], Any], outputs: list[Any]) -> None:
+        self.backend, self.outputs = backend, outputs
+        self.function = weakref.WeakMethod(function)  # as a graph, which does not know it
+
+    def replay(self) -> None:
+        self.backend.step("replay")
+        function = self.function()
+        assert function is not None
+        for old, new in zip(self.outputs, pytree.tree_leaves(function()), strict=True):
+            if isinstance(old, torch.Tensor):
+                old.data.copy_(new)
+
+    def close(self) -> None:
+        self.backend.step("close")
+
+
+class FakeBackend:
+    """Keeps what was asked of it, and fails where it is told to."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.fails_at, self.log = fails_at, list[Any]()
+        self.written: list[torch.Tensor] = []  # by the function, which a capture does not run
+
+    def step(self, name: str) -> None:
+        self.log.append(name)
+        if name == self.fails_at:
+            raise RuntimeError(f"injected: {name}")
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        self.step("warm up")
+        return function()
+
+    def record(self, function: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[FakeRecording, Any]:
+        self.step("begin")
+        before = [tensor.detach().clone() for tensor in self.written]
+        result = function()
+        for tensor, value in zip(self.written, before, strict=True):
+            tensor.data.copy_(value)
+        self.step("end")
+        return FakeRecording(self, function, pytree.tree_leaves(result)), result
+
+    def wait_for(self, producer: Any) -> None:
+        self.log.append(("wait", producer))
+
+    def settle(self) -> None:
+        self.log.append("settle")
+
+
+def make(function: Callable[..., Any], *args: Any, fails_at: str = "", **options: Any) -> tuple[Capture, FakeBackend]:
+    backend, kwargs = FakeBackend(fails_at), options.pop("kwargs", {})
+    return Capture(function, backend, (args, kwargs), warmup=options.pop("warmup", 1), **options), backend
+
+
+def double(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    return x * factor
+
+
+def ready(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Capture, FakeBackend]:
+    """Captured, and not yet replayed."""
+    captured, backend = make(function, *args, **options)
+    captured.warm_up()
+    captured.record()
+    assert captured.state is CaptureState.CAPTURED
+    return captured, backend
+
+
+@pytest.mark.parametrize(("begin", "end"), itertools.product(CaptureState, repeat=2))
+def test_every_edge_between_states_is_legal_or_an_error(begin: CaptureState, end: CaptureState) -> None:
+    if end in TRANSITIONS[begin]:
+        assert change(begin, end) is end
+    else:
+        with pytest.raises(StateError, match=end.value):
+            change(begin, end)
+
+
+def test_first_calls_warm_up_then_one_captures_and_each_does_its_work_once() -> None:
+    captured, backend = make(double, torch.zeros(2), warmup=2)
+    found = [captured(torch.full((2,), float(i))).tolist() for i in range(5)]
+    assert found == [[2.0 * i] * 2 for i in range(5)]
+    assert backend.log == ["warm up", "warm up", "begin", "end", "replay", "replay", "replay"]
+
+
+def test_capture_before_its_warm_up_runs_names_how_many_are_missing() -> None:
+    captured, _ = make(double, torch.zeros(2), warmup=3)
+    captured(torch.zeros(2))
+    with pytest.raises(WarmUpError, match="2 of 3 warm-up runs are missing"):
+        captured.record()
+
+
+def test_callers_first_batch_is_never_written() -> None:
+    """Failure 14b."""
+    first = torch.ones(2)
+    captured, backend = make(lambda x: x.mul_(3), first, warmup=1)
+    backend.written = captured._buffers
+    for value in (1.0, 2.0, 3.0):
+        given = torch.full((2,), value)
+        assert captured(given).tolist() == [3 * value] * 2
+        assert given.tolist() == [value] * 2
+    assert first.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "difference"),
+    [
+        ((torch.zeros(3), 2.0), r"args\[0\] was \(2,\) torch.float32 on cpu and is \(3,\)"),
+        ((torch.zeros(2, dtype=torch.float64), 2.0), r"is \(2,\) torch.float64"),
+        ((torch.zeros(2, device="meta"), 2.0), "on meta"),
+        ((torch.zeros(2), 3.0), r"args\[1\] was 2.0 and is 3.0"),
+        ((torch.zeros(2), 2), r"args\[1\] was 2.0 and is 2"),
+        ((None, 2.0), "was a tensor and is NoneType"),
+        ((torch.zeros(2),), "the inputs nest otherwise"),
+    ],
+)
+def test_other_inputs_are_an_error_that_says_how_they_differ(inputs: tuple[Any, ...], difference: str) -> None:
+    """Failure 10: values too, and at each call."""
+    captured, _ = ready(double, torch.zeros(2), 2.0)
+    captured(torch.zeros(2), 2.0)
+    with pytest.raises(InputMismatchError, match=difference):
+        captured(*inputs)
+    assert captured(torch.ones(2), 2.0).tolist() == [2.0, 2.0]
+
+
+def test_other_inputs_are_captured_anew_if_asked() -> None:
+    captured, backend = ready(double, torch.zeros(2), 2.0, on_mismatch="recapture")
+    captured(torch.zeros(2), 2.0)
+    for _ in range(3):
+        assert captured(torch.ones(3), 5.0).tolist() == [5.0] * 3
+    assert len(captured.recaptures) == 1 and "args[0] was (2,)" in captured.recaptures[0]
+    assert backend.log[-6:] == ["close", "warm up", "begin", "end", "replay", "replay"]
+
+
+def test_parameter_among_the_inputs_is_read_where_it_lies_and_may_not_move() -> None:
+    """Failure 9: the incoming one is compared, not the stored one with itself."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    captured, _ = ready(lambda x, w: x * w, torch.zeros(2), weight)
+    with torch.no_grad():
+        weight.fill_(4)
+    assert captured(torch.ones(2), weight).tolist() == [4.0, 4.0]
+    with pytest.raises(InputMismatchError, match=r"args\[1\] stays in place, but was at 0x"):
+        captured(torch.ones(2), torch.nn.Parameter(torch.ones(2)))
+
+
+def test_tensor_that_is_said_to_stay_is_not_copied() -> None:
+    table = torch.ones(2)
+    captured, _ = ready(lambda x, table: x + table, torch.zeros(2), kwargs={"table": table}, stay=[table])
+    table.fill_(7)
+    assert captured(torch.zeros(2), table=table).tolist() == [7.0, 7.0]
+    with pytest.raises(InputMismatchError, match=r"kwargs\['table'\] stays in place"):
+        captured(torch.zeros(2), table=table.clone())
+
+
+def test_tensor_that_stays_but_is_no_input_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match="1 tensors of stay are not among the inputs"):
+        make(double, torch.zeros(2), stay=[torch.zeros(2)])
+
+
+def step_of(layer: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for parameter in layer.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        loss: torch.Tensor = layer(x).square().sum()
+        loss.backward()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("move", "difference"),
+    [
+        (lambda layer: layer.zero_grad(set_to_none=True), r"grad was at 0x\w+ and is at 0x0 \(0: there is none\)"),
+        (lambda layer: setattr(layer.weight, "data", layer.weight.data.clone()), "weight was at 0x"),
+        (lambda layer: setattr(layer, "weight", torch.nn.Parameter(torch.ones(1, 2))), "weight is another tensor now"),
+    ],
+    ids=["grad set to None", "data rebound", "parameter replaced"],
+)
+def test_parameters_and_gradients_that_moved_are_noticed(move: Callable[[Any], None], difference: str) -> None:
+    """Failures 9 and 14c."""
+    layer = torch.nn.Linear(2, 1)
+    captured, _ = ready(step_of(layer), torch.ones(3, 2), modules=[layer])
+    captured(torch.ones(3, 2))
+    move(layer)
+    with pytest.raises(InputMismatchError, match=difference):
+        captured(torch.ones(3, 2))
+
+
+def test_gradient_of_an_input_starts_from_nothing_in_each_run() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    captured, _ = make(step, torch.ones(2, requires_grad=True), warmup=3)
+    for _ in range(3):
+        assert captured(torch.ones(2, requires_grad=True)).tolist() == [2.0, 2.0]
+
+
+def test_output_is_stale_after_the_next_call_and_its_copy_is_not() -> None:
+    """Failure 8."""
+    captured, _ = ready(double, torch.zeros(2))
+    output = captured(torch.ones(2))
+    kept = output + 1
+    assert type(kept) is torch.Tensor and output.shape == (2,)
+    captured(torch.zeros(2))
+    assert kept.tolist() == [3.0, 3.0]
+    for read in (lambda: output + 1, output.tolist, lambda: torch.stack([kept, output]), output.data_ptr):
+        with pytest.raises(StaleOutputError, match="read after a later replay"):
+            read()
+
+
+def test_output_is_stale_after_close() -> None:
+    captured, _ = ready(double, torch.zeros(2))
+    output = captured(torch.ones(2))
+    captured.close()
+    with pytest.raises(StaleOutputError, match="the capture was closed"):
+        output.sum()
+
+
+def test_cloned_outputs_may_be_kept() -> None:
+    """Failure 8."""
+    captured, _ = ready(lambda x: {"y": x * 2, "n": 3}, torch.zeros(2), clone_outputs=True)
+    outputs = [captured(torch.full((2,), float(i))) for i in range(3)]
+    assert [output["y"].tolist() for output in outputs] == [[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]
+    assert outputs[0]["n"] == 3
+
+
+@pytest.mark.parametrize("phase", ["begin", "end", "replay"])
+def test_failure_leaves_it_running_eagerly_with_the_reason_kept(phase: str) -> None:
+    layer = torch.nn.Linear(2, 1)
+    captured, backend = make(step_of(layer), torch.ones(3, 2), modules=[layer], fails_at=phase)
+    captured(torch.ones(3, 2))
+    grads = [parameter.grad for parameter in layer.parameters()]
+    expected = [layer.weight.grad.clone() if layer.weight.grad is not None else None]
+    captured(torch.ones(3, 2))
+    assert captured.state is CaptureState.EAGER and str(captured.reason) == f"injected: {phase}"
+    assert all(parameter.grad is grad for parameter, grad in zip(layer.parameters(), grads, strict=True))
+    assert torch.equal(layer.weight.grad, expected[0])  # type: ignore[arg-type]
+    assert backend.log[-1] == ("close" if phase == "replay" else phase)
+    assert captured(torch.ones(5, 2)).shape == ()  # any shape, eagerly
+    captured.close()
+
+
+def test_gradients_are_put_back_if_the_function_fails_while_captured() -> None:
+    """Failure: TT sets the graph before it is captured, and replays an empty one later."""
+    layer = torch.nn.Linear(2, 1)
+    calls = 0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        layer.weight.grad = torch.full((1, 2), float(calls))
+        if calls == 2:
+            raise ValueError("the second time")
+        return x
+
+    captured, _ = make(step, torch.ones(1), modules=[layer])
+    captured(torch.ones(1))
+    before = layer.weight.grad
+    captured.warm_up()
+    captured.record()
+    assert captured.state is CaptureState.EAGER and isinstance(captured.reason, ValueError)
+    assert layer.weight.grad is before
+    assert captured(torch.ones(1)).tolist() == [1.0] and calls == 3
+
+
+def test_failure_in_a_warm_up_run_is_the_callers_and_does_not_count() -> None:
+    captured, backend = make(double, torch.zeros(2), fails_at="warm up")
+    with pytest.raises(RuntimeError, match="injected: warm up"):
+        captured(torch.ones(2))
+    backend.fails_at = ""
+    captured(torch.ones(2))
+    assert captured.state is CaptureState.WARMING_UP and backend.log == ["warm up", "warm up"]
+
+
+def test_interrupt_while_captured_is_raised_and_nothing_is_captured() -> None:
+    stops = [False, True, False]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if stops.pop(0):
+            raise KeyboardInterrupt
+        return x
+
+    captured, _ = make(step, torch.zeros(1))
+    captured(torch.zeros(1))
+    with pytest.raises(KeyboardInterrupt):
+        captured(torch.zeros(1))
+    assert captured.state is CaptureState.WARMING_UP and captured.reason is None
+
+
+def test_later_replay_that_fails_is_raised() -> None:
+    captured, backend = ready(double, torch.zeros(2))
+    captured(torch.zeros(2))
+    backend.fails_at = "replay"
+    with pytest.raises(RuntimeError, match="injected: replay"):
+        captured(torch.zeros(2))
+
+
+def test_output_on_another_device_cannot_be_captured() -> None:
+    captured, backend = make(lambda x: torch.zeros(1, device="meta"), torch.zeros(2))
+    captured.warm_up()
+    captured.record()
+    assert isinstance(captured.reason, CaptureError) and "Output 0 of the captured function is on meta" in str(
+        captured.reason
+    )
+    assert backend.log[-1] == "close"
+
+
+def test_input_on_another_device_is_an_error_that_names_it() -> None:
+    with pytest.raises(ArgumentError, match=r"kwargs\['x'\] is on meta, but the graph on cpu"):
+        make(double, kwargs={"x": torch.zeros(2, device="meta")})
+
+
+def test_producers_of_inputs_are_waited_for_once() -> None:
+    """Failure 11."""
+    captured, backend = ready(double, torch.zeros(2))
+    captured.wait_for("a stream")
+    captured(torch.zeros(2))
+    captured(torch.zeros(2))
+    assert backend.log.count(("wait", "a stream")) == 1
+    assert backend.log.index(("wait", "a stream")) < backend.log.index("replay")
+
+
+def test_close_waits_for_the_device_takes_the_graph_down_once_and_ends_all_calls() -> None:
+    """Failure 19."""
+    captured, backend = ready(double, torch.zeros(2))
+    with captured:
+        captured(torch.zeros(2))
+    captured.close()
+    assert backend.log[-2:] == ["settle", "close"] and backend.log.count("close") == 1
+    with pytest.raises(StateError, match="closed"):
+        captured(torch.zeros(2))
+
+
+def test_graph_of_a_forgotten_capture_is_taken_down() -> None:
+    captured, backend = ready(double, torch.zeros(2))
+    del captured
+    gc.collect()
+    assert backend.log[-2:] == ["settle", "close"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"warmup": 0}, "warmup must be 1 or more"),
+        ({"warmup": True}, "warmup must be 1 or more"),
+        ({"on_mismatch": "ignore"}, "on_mismatch must be"),
+    ],
+)
+def test_options_that_cannot_be_are_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make(double, torch.zeros(2), **options)
+
+
+def test_without_a_gpu_there_is_nothing_to_capture() -> None:
+    with pytest.raises(CaptureError, match="the inputs and modules are on cpu"):
+        capture(double, [torch.zeros(2)])
