@@ -1,6 +1,7 @@
 """CUDA graphs: capture, guards, replay, teardown.
 
-In: functions. Out: `Capture`. Keeps true: nothing in the package imports this room. Does not: offload inside a graph yet.
+In: functions, and a session whose steps they are. Out: `Capture`. Keeps true: nothing in the package imports this room.
+Does not: capture layers apart, or graphs of torch.compile.
 """
 
 from te_offload.graphs.backend import Pool

@@ -20,6 +20,8 @@ from te_offload.graphs.residents import Residents
 from te_offload.graphs.signature import Kind, Signature
 from te_offload.graphs.states import CaptureState, change
 from te_offload.graphs.weak import Lease, WeakOutput
+from te_offload.offload.engine import GROWTH_STEPS
+from te_offload.offload.session import OffloadSession
 
 
 def capture(
@@ -27,6 +29,7 @@ def capture(
     example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     *,
+    session: OffloadSession | None = None,
     modules: Iterable[torch.nn.Module] = (),
     stay: Sequence[torch.Tensor] = (),
     generators: Sequence[torch.Generator] = (),
@@ -43,6 +46,8 @@ def capture(
         function: of tensors on one GPU and of other values; it may hold a whole training step.
         example_inputs, example_kwargs: what it is called with; tensors may have any numbers. Parameters among them, and
             tensors in ``stay``, are read where they lie; other tensors are copied into buffers of the graph's.
+        session: of which each run of the function is one step; its copies become nodes of the graph, by the rules of the
+            last warm-up run. Its host memory stays as long as the capture, also after its ``close()``.
         modules: whose parameters, buffers and gradients it uses; before each replay they must be where they were.
         stay: tensors among the inputs that stay in place.
         generators: beside the GPU's own, whose random numbers it draws.
@@ -53,7 +58,8 @@ def capture(
         pool: of memory, to share with captures that are replayed in the order in which they were captured.
 
     Raises:
-        ArgumentError: no warm-up run, an unknown ``on_mismatch``, inputs on several devices.
+        ArgumentError: no warm-up run, or fewer than the session needs, an unknown ``on_mismatch``, inputs on several
+            devices.
         CaptureError: nothing among the inputs and modules is on a GPU.
     """
     modules = list(modules)
@@ -62,6 +68,8 @@ def capture(
         raise CaptureError(
             f"Nothing to capture: the inputs and modules are on {device or 'no device'}. A CUDA graph needs them on a GPU."
         )
+    if session is not None:
+        function = in_session(function, session, warmup)
     return Capture(
         function,
         CudaBackend(device, pool),
@@ -73,6 +81,25 @@ def capture(
         on_mismatch=on_mismatch,
         clone_outputs=clone_outputs,
     )
+
+
+def in_session(function: Callable[..., Any], session: OffloadSession, warmup: int) -> Callable[..., Any]:
+    """A function each run of which is one step of a session.
+
+    Raises:
+        ArgumentError: the session takes host memory in more runs than come before the capture.
+    """
+    if warmup < GROWTH_STEPS:
+        raise ArgumentError(
+            f"warmup={warmup}, but a session takes host memory in its first {GROWTH_STEPS} steps, which cannot be "
+            "captured. Give it as many warm-up runs."
+        )
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with session.step():
+            return function(*args, **kwargs)
+
+    return step
 
 
 class Capture:

@@ -126,6 +126,11 @@ class Arena:
         self._gaps = joined
         self._given = {}
 
+    def forget_uses(self) -> None:
+        """No copy uses free bytes any more, or what comes next is ordered after those that do."""
+        self._join()
+        self._gaps = [gap._replace(pending=()) for gap in self._gaps]
+
     def pending(self) -> list[Mark]:
         """All copies that may still use free bytes."""
         return [mark for gap in (*self._gaps, *itertools.chain(*self._given.values())) for mark in gap.pending]

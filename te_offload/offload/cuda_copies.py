@@ -56,6 +56,7 @@ class Copier:
             ctypes.c_void_p,
         )
         self.batches = int(major) >= 13
+        self.one_by_one = False  # even where there are batches
         if self.batches:
             self._batch = self._runtime.cudaMemcpyBatchAsync
         self._attributes = _Attributes(_ORDERED_BY_STREAM, _Location(0, 0), _Location(0, 0), 0)
@@ -79,7 +80,7 @@ class Copier:
             self._start(pieces, stream)
 
     def _start(self, pieces: Sequence[tuple[int, int, int]], stream: int) -> None:
-        if len(pieces) <= _FEW or not self.batches:
+        if len(pieces) <= _FEW or not self.batches or self.one_by_one:
             for source, target, nbytes in pieces:
                 self._check(self._single(target, source, nbytes, _DEFAULT_KIND, stream), 1, nbytes)
             return

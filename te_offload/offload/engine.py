@@ -90,13 +90,25 @@ class Engine:
         self._adapts = max_in_flight is None
         self._reserve = host.reserve
         self._growth_steps = growth_steps
+        self._captured = False  # whether this step is
         self._last_timed: StepRecord | None = None  # of those that are no longer among the last steps
         self._finished: collections.deque[FinishedStep | StepRecord] = collections.deque(maxlen=HISTORY)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """A step begins."""
+    def begin_step(self, *, captured: bool = False) -> None:
+        """A step begins.
+
+        Args:
+            captured: in a CUDA graph. The device was idle when the capture began.
+        """
+        self._captured = captured
+        if captured:
+            self.pool.in_graph = True
+            self.pool.forget_uses()
+            self.mover.transfer.capture(on=True)
+            self._begin()
+            return
         if self._reserve:
             self.pool.reserve(self._reserve)
             self._reserve = 0
@@ -105,12 +117,15 @@ class Engine:
         transfer = self.mover.transfer
         transfer.timed = self.times_next or self.steps < TIMED_FIRST or self.steps % TIMED_EVERY == 0
         self.times_next = False
+        self._begin()
+
+    def _begin(self) -> None:
         self.mover.counts = Counts()
         self.pool.peak_bytes = self.pool.live_bytes
         self.visits = []
         self.owned_storages = {}
         self.returns.begin_step(self.visits)
-        self._began = transfer.mark()
+        self._began = self.mover.transfer.mark()
 
     def open_visit(self, layer: str, module: torch.nn.Module | None, forward: int, stays: Reason) -> LayerVisit:
         """A forward begins; its hooks are not on yet."""
@@ -131,6 +146,9 @@ class Engine:
         for visit in self.visits:
             visit.release()
         self.mover.drain()
+        if self._captured:  # all copies have been waited for in the graph
+            self.pool.forget_uses()
+            self.mover.transfer.capture(on=False)
         leases = sum(len(visit.cargos) for visit in self.visits)  # each rounded up to 512 bytes
         self.pool.settle(int(self.pool.peak_bytes * growth) + 512 * leases if growth > 1 else 0)
         self._find_nodes()
@@ -142,7 +160,7 @@ class Engine:
             return
         oldest = self._finished[0] if len(self._finished) == HISTORY else None
         if isinstance(oldest, FinishedStep):
-            if oldest.timed and oldest.is_over():
+            if oldest.timed and not self._captured and oldest.is_over():
                 oldest = resolve(oldest, self.mover.transfer)
             else:
                 oldest.forget()
@@ -179,6 +197,11 @@ class Engine:
         self.steps += 1
         if self._growth_steps is not None and self.steps >= self._growth_steps:
             self.pool.may_grow = False
+
+    @property
+    def may_be_captured(self) -> bool:
+        """Whether the steps are over in which host memory is taken."""
+        return not self.pool.may_grow
 
     def close(self) -> None:
         """Give all host memory back."""

@@ -105,6 +105,7 @@ class HostPool:
         may_grow: whether memory may be taken from the system when a lease needs it.
         failure: why the system refused memory, if it did; the pool does not ask again.
         last_read: the end of the copy back that was queued last, after all others; the memory goes after it.
+        in_graph: a CUDA graph copies from and to the memory, which therefore stays as long as the pool.
     """
 
     def __init__(self, limit: int | None, *, pinned: bool, node: int | None = None) -> None:
@@ -117,6 +118,7 @@ class HostPool:
         self.may_grow = True
         self.failure: str | None = None
         self.last_read: Mark | None = None
+        self.in_graph = False
         self._slabs: list[_Slab] = []
         self._arena = Arena()
 
@@ -176,6 +178,11 @@ class HostPool:
         self._arena.give(blocks, uses)
         self.live_bytes -= nbytes
 
+    def forget_uses(self) -> None:
+        """No copy uses memory that is not on loan, or what comes next is ordered after those that do."""
+        self._arena.forget_uses()
+        self.last_read = None
+
     def settle(self, at_least: int = 0) -> None:
         """Between steps: if nothing is on loan and there are several slabs, make one of their size together.
 
@@ -196,7 +203,7 @@ class HostPool:
                 self.failure = self.failure or refused
 
     def close(self) -> None:
-        """Give all memory back to the system, after the copies that use it.
+        """Give all memory back to the system, after the copies that use it; unless a graph uses it.
 
         Raises:
             StateError: some of it is on loan.
@@ -206,6 +213,8 @@ class HostPool:
         for mark in (*self._arena.pending(), *((self.last_read,) if self.last_read is not None else ())):
             mark.wait()
         self.last_read = None
+        if self.in_graph:
+            return
         for slab in self._slabs:
             slab.close()
         self._slabs = []

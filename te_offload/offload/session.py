@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from te_offload.errors import ArgumentError, ArgumentTypeError, ConflictError, StateError, UnsupportedError
+from te_offload.errors import ArgumentError, ArgumentTypeError, ConflictError, StateError, UnsupportedError, WarmUpError
 from te_offload.fused.calls import Fusion, fusions_in
 from te_offload.fused.window import named_slot_owners
 from te_offload.offload.attachment import Attachment
 from te_offload.offload.decide import Rules
-from te_offload.offload.engine import Engine, HostSettings
+from te_offload.offload.engine import GROWTH_STEPS, Engine, HostSettings
 from te_offload.offload.plan import Plan
 from te_offload.offload.planner import Planner
 from te_offload.offload.policy import Policy
@@ -121,6 +121,7 @@ class OffloadSession:
         self._attachments: list[Attachment] = []
         self._state = SessionState.IDLE
         self._entered = False
+        self._captures = False  # whether this step is part of a CUDA graph
         self._quiet = Quiet()
         self._open: list[tuple[Attachment, LayerVisit]] = []
         self._outer_hooks: Any = None
@@ -176,7 +177,8 @@ class OffloadSession:
             ConflictError: inside Transformer Engine's own offloading context.
             BudgetError: the budgets cannot be met with what the first steps saved.
             PlanError: the given plan does not fit what the first step saved.
-            UnsupportedError: while a CUDA graph is captured.
+            WarmUpError: while a CUDA graph is captured, but in one of the first three steps, which take host memory.
+            UnsupportedError: while a CUDA graph is captured, with ``verify=True``.
         """
         self._begin_step()
         try:
@@ -258,13 +260,14 @@ class OffloadSession:
         if self._state is SessionState.IN_STEP:
             raise StateError("This OffloadSession is in a step already. End that one first: steps do not nest.")
         self._check_no_other_engine()
-        if self._is_capturing():
-            raise UnsupportedError("A step cannot begin while a CUDA graph is captured. Run it eagerly.")
+        self._captures = self._is_capturing()
+        if self._captures:
+            self._check_capture()
         if self._engine is None:
             self._engine = Engine(self._device, self._rules, self._host, self._max_in_flight, verify=self._verify)
-        if self._rules.enabled:
+        if self._rules.enabled and not self._captures:  # a graph has the rules of the step before it
             self._engine.rules = self._planner.rules_for_next_step(self._rules, self._engine)
-        self._engine.begin_step()
+        self._engine.begin_step(captured=self._captures)
         self._quiet.begin_step(self._engine.rules, timed=self._engine.mover.transfer.timed)
         self._outer_hooks = _top_hooks()
         for attachment in self._attachments:
@@ -282,6 +285,16 @@ class OffloadSession:
         self._engine.end_step(unseen=self._quiet.unseen, growth=growth)
         self._tokens = 0
         self._outer_hooks = None
+
+    def _check_capture(self) -> None:
+        if self._verify:
+            raise UnsupportedError("verify=True compares on the host, which a CUDA graph cannot. Capture without it.")
+        if self._engine is None or not self._engine.may_be_captured:
+            done = 0 if self._engine is None else self._engine.steps
+            raise WarmUpError(
+                f"A session takes host memory in its first {GROWTH_STEPS} steps, which cannot be captured; {done} were "
+                "run. Run the others eagerly, on the stream of the capture."
+            )
 
     def _check_no_other_engine(self) -> None:
         other = te_adapter.offload_context_active()
@@ -348,7 +361,7 @@ class OffloadSession:
         """
         if torch._C._current_graph_task_id() != -1:
             return Reason.IN_BACKWARD
-        if self._is_capturing():
+        if self._is_capturing() and not self._captures:
             return Reason.IN_CAPTURE
         top = _top_hooks()
         ours = [visit.pack for _, visit in self._open]

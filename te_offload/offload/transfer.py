@@ -48,6 +48,12 @@ class Transfer(Protocol):
 
     timed: bool
 
+    def capture(self, *, on: bool) -> None:
+        """From now on, until it is turned off, copies become nodes of the CUDA graph that is being captured.
+
+        No mark made before may be waited for while it is on, and none made meanwhile after it.
+        """
+
     def mark(self) -> Mark:
         """The end of the work queued so far on the compute stream."""
 
@@ -82,6 +88,9 @@ class CpuTransfer:
     """Between two pools of CPU memory: each copy is over when the call returns."""
 
     timed = True
+
+    def capture(self, *, on: bool) -> None:
+        """See `Transfer.capture`: a CPU has no graphs."""
 
     def mark(self) -> Mark:
         """See `Transfer.mark`."""
@@ -126,6 +135,24 @@ class _CudaMark:
         self._pool.append(self.event)
 
 
+class _CapturedMark:
+    """A moment in a graph. When a replay passes it, nobody knows."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def is_over(self) -> bool:
+        """See `Mark.is_over`."""
+        return False
+
+    def wait(self) -> None:
+        """Wait for all replays so far."""
+        torch.cuda.synchronize()
+
+
 class _Way:
     """One direction: its stream, and the last mark that the stream was told to wait for first."""
 
@@ -155,6 +182,15 @@ class CudaTransfer:
         self._wait_event = torch._C._CudaEventBase.wait
         self._events: dict[bool, list[torch.cuda.Event]] = {True: [], False: []}
         self._compute_streams: dict[int, torch.cuda.Stream] = {}
+        self._capturing = False
+
+    def capture(self, *, on: bool) -> None:
+        """See `Transfer.capture`."""
+        self._capturing = on
+        self._copier.one_by_one = on  # a graph takes no batches
+        self._out.first = self._back.first = None
+        if on:
+            self.timed = False
 
     def mark(self) -> Mark:
         """See `Transfer.mark`."""
@@ -191,6 +227,8 @@ class CudaTransfer:
         return Copy(began, self._record(stream))
 
     def _record(self, stream: torch.cuda.Stream) -> Mark:
+        if self._capturing:
+            return _CapturedMark(stream)
         events = self._events[self.timed]
         event = events.pop() if events else torch.cuda.Event(enable_timing=self.timed)
         self._record_event(event, stream)

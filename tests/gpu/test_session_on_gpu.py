@@ -402,37 +402,6 @@ def test_cpu_tensors_saved_in_a_gpu_layer_stay_where_they_are() -> None:
     assert reasons == {Reason.OTHER_DEVICE: 4000, Reason.NONE: 4000}
 
 
-def test_step_while_a_graph_is_captured_is_a_named_error() -> None:
-    from te_offload.errors import UnsupportedError
-
-    model = mlp()
-    session = OffloadSession(model)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(UnsupportedError, match="while a CUDA graph is captured"), torch.cuda.graph(graph):  # noqa: PT012
-        torch.zeros(1, device="cuda")
-        with session.step():
-            pass
-    session.close()
-
-
-def test_layer_captured_within_a_step_is_left_alone_and_says_so() -> None:
-    layer = torch.nn.Linear(64, 64, device="cuda")
-    x = torch.ones(8, 64, device="cuda", requires_grad=True)
-    layer(x).sum().backward()
-    with OffloadSession(layer, min_bytes=0) as session, session.step():
-        layer(x).sum().backward()
-        assert session._engine is not None
-        moved = session._engine.mover.counts.bytes_out
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = layer(x)
-        graph.replay()
-        torch.cuda.synchronize()
-    assert torch.equal(y, layer(x))
-    assert session.records[-1].bytes_out == moved > 0
-    assert session.records[-1].slots[-1].reason is Reason.IN_CAPTURE
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [40])
 def test_many_steps_with_changing_splits_change_no_bit(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
