@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from te_offload.graphs.recovery import recover
+
 Function = Callable[[], Any]
 
 
@@ -33,7 +35,7 @@ class Backend(Protocol):
     device: torch.device
 
     def warm_up(self, function: Function) -> Any:
-        """Run it on the stream on which it will be captured; the current stream waits for it."""
+        """Run it, not captured, on the stream on which it is, or would be, captured; the current stream waits for it."""
 
     def record(self, function: Function, generators: Sequence[torch.Generator]) -> tuple[Recording, Any]:
         """Capture it; what it returned, whose memory is the recording's, comes too."""
@@ -83,9 +85,11 @@ class CudaBackend:
             graph.register_generator_state(generator)
         torch.cuda.synchronize(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        began = False
         try:
             with _no_garbage_collection(), torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+                began = True
                 try:
                     result = function()
                 except BaseException as error:
@@ -97,8 +101,7 @@ class CudaBackend:
                     raise
                 graph.capture_end()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # of a graph that never came to be
-                graph.reset()
+            recover(graph, self._stream, self._pool.handle if began else None, generators)
             raise
         return CudaRecording(graph), result
 

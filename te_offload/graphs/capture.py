@@ -7,6 +7,7 @@ runs eagerly, with the reason kept; the caller's tensors are never written. Does
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -200,7 +201,7 @@ class Capture:
         for producer in producers:
             self._backend.wait_for(producer)
         if self._state is CaptureState.EAGER:
-            return self._function(*args, **kwargs)
+            return self._run_eagerly(args, kwargs)
         difference, leaves = self._signature.difference(args, kwargs)
         if difference is None and self._state is CaptureState.CAPTURED:
             difference = self._residents.moved()
@@ -219,7 +220,19 @@ class Capture:
                 if self._graph.replays:
                     raise
                 self._give_up(error)  # the first replay: nothing was done yet
-        return self._function(*args, **kwargs)
+        return self._run_eagerly(args, kwargs)
+
+    def eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function this once without a graph, with any inputs, on the stream of the captures.
+
+        What it does to gradients may have the next call find that they moved.
+
+        Raises:
+            StateError: closed.
+        """
+        if self._state is CaptureState.CLOSED:
+            raise StateError("This capture is closed. Make another one.")
+        return self._run_eagerly(args, kwargs)
 
     def close(self) -> None:
         """Wait for the device, then give up the graph and its memory. Idempotent.
@@ -275,6 +288,9 @@ class Capture:
         result = self._backend.warm_up(self._call)
         self._runs += 1
         return result
+
+    def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._backend.warm_up(functools.partial(self._function, *args, **kwargs))
 
     def _record(self) -> None:
         self._state = change(self._state, CaptureState.CAPTURING)

@@ -128,8 +128,10 @@ class Arena:
 
     def forget_uses(self) -> None:
         """No copy uses free bytes any more, or what comes next is ordered after those that do."""
-        self._join()
         self._gaps = [gap._replace(pending=()) for gap in self._gaps]
+        self._given = {
+            length: [block._replace(pending=()) for block in blocks] for length, blocks in self._given.items()
+        }
 
     def pending(self) -> list[Mark]:
         """All copies that may still use free bytes."""

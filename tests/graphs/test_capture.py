@@ -267,7 +267,7 @@ def test_failure_leaves_it_running_eagerly_with_the_reason_kept(phase: str) -> N
     assert captured.state is CaptureState.EAGER and str(captured.reason) == f"injected: {phase}"
     assert all(parameter.grad is grad for parameter, grad in zip(layer.parameters(), grads, strict=True))
     assert torch.equal(layer.weight.grad, expected[0])  # type: ignore[arg-type]
-    assert backend.log[-1] == ("close" if phase == "replay" else phase)
+    assert backend.log[-2:] == [*(["close"] if phase == "replay" else [phase]), "warm up"]
     assert captured(torch.ones(5, 2)).shape == ()  # any shape, eagerly
     captured.close()
 
@@ -317,6 +317,15 @@ def test_interrupt_while_captured_is_raised_and_nothing_is_captured() -> None:
     with pytest.raises(KeyboardInterrupt):
         captured(torch.zeros(1))
     assert captured.state is CaptureState.WARMING_UP and captured.reason is None
+
+
+def test_run_without_the_graph_takes_any_inputs_and_leaves_the_graph() -> None:
+    captured, backend = ready(double, torch.zeros(2))
+    assert captured.eagerly(torch.ones(5), factor=7.0).tolist() == [7.0] * 5
+    assert captured(torch.ones(2)).tolist() == [2.0, 2.0] and backend.log[-2:] == ["warm up", "replay"]
+    captured.close()
+    with pytest.raises(StateError, match="closed"):
+        captured.eagerly(torch.ones(5))
 
 
 def test_later_replay_that_fails_is_raised() -> None:
