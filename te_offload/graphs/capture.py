@@ -108,6 +108,7 @@ class Capture:
 
     Args:
         function: what is captured. backend: by whom. examples: positional and keyword arguments.
+        raw_outputs: return the graph's own tensors, for another graph to read.
 
     Attributes:
         reason: why it runs eagerly, if it does. recaptures: why it was captured anew, each time.
@@ -125,6 +126,7 @@ class Capture:
         warmup: int = 3,
         on_mismatch: str = "raise",
         clone_outputs: bool = False,
+        raw_outputs: bool = False,
     ) -> None:
         if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
             raise ArgumentError(f"warmup must be 1 or more runs, since kernels are loaded in them, but is {warmup!r}.")
@@ -140,6 +142,7 @@ class Capture:
         self._warmup = warmup
         self._raises = on_mismatch == "raise"
         self._clones = clone_outputs
+        self._raw = raw_outputs
         self._state = CaptureState.WARMING_UP
         self._runs = 0
         self._producers: list[Any] = []
@@ -202,13 +205,14 @@ class Capture:
             self._backend.wait_for(producer)
         if self._state is CaptureState.EAGER:
             return self._run_eagerly(args, kwargs)
-        difference, leaves = self._signature.difference(args, kwargs)
-        if difference is None and self._state is CaptureState.CAPTURED:
+        captured = self._state is CaptureState.CAPTURED
+        difference, leaves = self._signature.difference(args, kwargs, placed=captured)
+        if difference is None and captured:
             difference = self._residents.moved()
         if difference is not None:
             self._start_over(difference, args, kwargs)
             leaves = pytree.tree_leaves((args, kwargs))
-        self._copy_in(leaves)
+        self._take(leaves)
         if self._state is CaptureState.WARMING_UP:
             if self._runs < self._warmup:
                 return self._run()
@@ -265,6 +269,7 @@ class Capture:
         self._inputs: list[Any] = []
         self._buffers: list[torch.Tensor] = []
         self._moving: list[int] = []
+        self._staying = [n for n, leaf in enumerate(self._signature.leaves) if leaf.kind is Kind.STAYS]
         for number, (leaf, found) in enumerate(zip(self._signature.leaves, leaves, strict=True)):
             if leaf.kind is Kind.MOVES:
                 buffer = found.detach().clone().requires_grad_(found.requires_grad)
@@ -273,7 +278,10 @@ class Capture:
                 found = buffer
             self._inputs.append(found)
 
-    def _copy_in(self, leaves: Sequence[Any]) -> None:
+    def _take(self, leaves: Sequence[Any]) -> None:
+        if self._state is not CaptureState.CAPTURED:
+            for number in self._staying:  # until the capture they may lie elsewhere each time
+                self._inputs[number] = leaves[number]
         if self._buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._buffers, [leaves[number] for number in self._moving])
@@ -316,6 +324,7 @@ class Capture:
             self._give_up(error)
             return
         self._graph.hold(recording, outputs, structure)
+        self._signature = self._signature.placed(self._inputs)
         self._residents.note()
         self._state = change(self._state, CaptureState.CAPTURED)
 
@@ -323,7 +332,9 @@ class Capture:
         self._lease.ended = "a later replay"
         outputs = self._graph.replay()
         self._lease = lease = Lease()
-        if self._clones:
+        if self._raw:
+            found = outputs
+        elif self._clones:
             found = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in outputs]
         else:
             found = [WeakOutput.of(one, lease) if isinstance(one, torch.Tensor) else one for one in outputs]
@@ -349,7 +360,7 @@ class Capture:
 
     def _forget(self, why: str) -> None:
         self._lease.ended = why
-        self._inputs, self._buffers, self._moving = [], [], []
+        self._inputs, self._buffers, self._moving, self._staying = [], [], [], []
         self._graph.close()
 
 

@@ -7,6 +7,7 @@ time. Does not: read tensors.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class Leaf:
     address: int = 0
     value: Any = None
 
-    def difference(self, found: Any) -> str | None:
-        """How an input differs from this one; ``None`` if the graph can take it."""
+    def difference(self, found: Any, *, placed: bool = True) -> str | None:
+        """How an input differs from this one, but for its place unless ``placed``; ``None`` if the graph can take it."""
         if self.kind is Kind.VALUE:
             same = type(found) is type(self.value) and (found is self.value or found == self.value)
             return None if same else f"{self.name} was {self.value!r} and is {found!r}"
@@ -52,7 +53,7 @@ class Leaf:
         if form != self.form:
             assert self.form is not None
             return f"{self.name} was {_text(*self.form)} and is {_text(*form)}"
-        if self.kind is Kind.STAYS and found.data_ptr() != self.address:
+        if placed and self.kind is Kind.STAYS and found.data_ptr() != self.address:
             return f"{self.name} stays in place, but was at {self.address:#x} and is at {found.data_ptr():#x}"
         return None
 
@@ -106,13 +107,27 @@ class Signature:
             raise ArgumentError(f"{len(staying)} tensors of stay are not among the inputs. Give the very objects.")
         return cls(structure, tuple(leaves))
 
-    def difference(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str | None, list[Any]]:
-        """How other arguments differ, ``None`` if the graph can take them; and their leaves."""
+    def placed(self, found: Sequence[Any]) -> Signature:
+        """The same, with what stays where it is now.
+
+        Args:
+            found: the leaves.
+        """
+        leaves = [
+            dataclasses.replace(leaf, address=one.data_ptr()) if leaf.kind is Kind.STAYS else leaf
+            for leaf, one in zip(self.leaves, found, strict=True)
+        ]
+        return Signature(self.structure, tuple(leaves))
+
+    def difference(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, placed: bool = True
+    ) -> tuple[str | None, list[Any]]:
+        """How other arguments differ, ``None`` if the graph can take them, and their leaves. Places count if ``placed``."""
         found, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         if structure != self.structure:
             return f"the inputs nest otherwise: {structure} instead of {self.structure}", found
         for leaf, one in zip(self.leaves, found, strict=True):
-            difference = leaf.difference(one)
+            difference = leaf.difference(one, placed=placed)
             if difference is not None:
                 return difference, found
         return None, found

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 from te_offload.errors import (
     ArgumentError,
@@ -22,59 +20,7 @@ from te_offload.errors import (
 )
 from te_offload.graphs import Capture, CaptureState, capture
 from te_offload.graphs.states import TRANSITIONS, change
-
-
-class FakeRecording:
-    """Runs its function again, into the outputs of the first time."""
-
-    def __init__(self, backend: FakeBackend, function: Callable[[], Any], outputs: list[Any]) -> None:
-        self.backend, self.outputs = backend, outputs
-        self.function = weakref.WeakMethod(function)  # as a graph, which does not know it
-
-    def replay(self) -> None:
-        self.backend.step("replay")
-        function = self.function()
-        assert function is not None
-        for old, new in zip(self.outputs, pytree.tree_leaves(function()), strict=True):
-            if isinstance(old, torch.Tensor):
-                old.data.copy_(new)
-
-    def close(self) -> None:
-        self.backend.step("close")
-
-
-class FakeBackend:
-    """Keeps what was asked of it, and fails where it is told to."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, fails_at: str = "") -> None:
-        self.fails_at, self.log = fails_at, list[Any]()
-        self.written: list[torch.Tensor] = []  # by the function, which a capture does not run
-
-    def step(self, name: str) -> None:
-        self.log.append(name)
-        if name == self.fails_at:
-            raise RuntimeError(f"injected: {name}")
-
-    def warm_up(self, function: Callable[[], Any]) -> Any:
-        self.step("warm up")
-        return function()
-
-    def record(self, function: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[FakeRecording, Any]:
-        self.step("begin")
-        before = [tensor.detach().clone() for tensor in self.written]
-        result = function()
-        for tensor, value in zip(self.written, before, strict=True):
-            tensor.data.copy_(value)
-        self.step("end")
-        return FakeRecording(self, function, pytree.tree_leaves(result)), result
-
-    def wait_for(self, producer: Any) -> None:
-        self.log.append(("wait", producer))
-
-    def settle(self) -> None:
-        self.log.append("settle")
+from tests.support.fake_graphs import FakeBackend
 
 
 def make(function: Callable[..., Any], *args: Any, fails_at: str = "", **options: Any) -> tuple[Capture, FakeBackend]:
@@ -178,6 +124,16 @@ def test_tensor_that_is_said_to_stay_is_not_copied() -> None:
     assert captured(torch.zeros(2), table=table).tolist() == [7.0, 7.0]
     with pytest.raises(InputMismatchError, match=r"kwargs\['table'\] stays in place"):
         captured(torch.zeros(2), table=table.clone())
+
+
+def test_what_stays_may_move_until_the_capture_and_not_after_it() -> None:
+    tables = [torch.full((2,), float(i)) for i in range(4)]
+    captured, _ = make(lambda x, table: x + table, torch.zeros(2), tables[0], stay=[tables[0]], warmup=2)
+    assert [captured(torch.zeros(2), table).tolist()[0] for table in tables[1:]] == [1.0, 2.0, 3.0]
+    assert captured.state is CaptureState.CAPTURED
+    assert captured(torch.zeros(2), tables[3]).tolist() == [3.0, 3.0]
+    with pytest.raises(InputMismatchError, match="stays in place"):
+        captured(torch.zeros(2), tables[2])
 
 
 def test_tensor_that_stays_but_is_no_input_is_an_error() -> None:

@@ -1,0 +1,211 @@
+"""The CUDA graph pass over FX graphs: what can be captured is, around what cannot.
+
+In: a `GraphModule` of ATen ops and example inputs. Out: `GraphedModule`, called like it. Keeps true: nodes run in their
+order; a part that is captured reads an earlier captured part's outputs where they lie, without a copy; what is not
+captured runs as before, and the report says why. Does not: differentiate; give it forward and backward apart.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.split_module import split_module
+from torch.utils import _pytree as pytree
+
+from te_offload.errors import ArgumentError
+from te_offload.graphs.backend import Backend, CudaBackend, Pool
+from te_offload.graphs.capture import Capture
+from te_offload.graphs.predicate import reasons, runs
+from te_offload.graphs.weak import Lease, WeakOutput
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some nodes that run one behind the other.
+
+    Attributes:
+        name: of the submodule. captured: whether it becomes a CUDA graph. ops: how many calls it has.
+        reasons: why not: one for each node that cannot be captured, or that it has too few calls.
+    """
+
+    name: str
+    captured: bool
+    ops: int
+    reasons: tuple[str, ...] = ()
+
+
+def cudagraph_pass(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    static_inputs: Sequence[int] = (),
+    min_ops: int = 2,
+    warmup: int = 3,
+    clone_outputs: bool = False,
+    pool: Pool | None = None,
+    make_backend: Callable[[torch.device], Backend] | None = None,
+) -> GraphedModule:
+    """Have the parts of a graph that CUDA graphs can hold replayed as such.
+
+    Args:
+        module: its nodes carry example values. example_inputs: as it will be called.
+        static_inputs: numbers of inputs that stay in place, beside parameters: for a backward, what a captured forward
+            saved.
+        min_ops: parts with fewer calls are not worth a graph. warmup: runs of a part before it is captured.
+        clone_outputs: return copies; else outputs may be read until the next call.
+        pool: memory to share with captures that are replayed in the order in which they were captured.
+        make_backend: who captures.
+
+    Raises:
+        ArgumentError: no tensor among the inputs; a number of a static input that there is not.
+    """
+    device = next(
+        (one.device for one in pytree.tree_leaves(list(example_inputs)) if isinstance(one, torch.Tensor)), None
+    )
+    if device is None:
+        raise ArgumentError("cudagraph_pass needs a tensor among the example inputs, to know the device.")
+    wrong = [number for number in static_inputs if not 0 <= number < len(example_inputs)]
+    if wrong:
+        raise ArgumentError(f"static_inputs names {wrong}, but there are {len(example_inputs)} inputs, from 0.")
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    static = {placeholders[number] for number in static_inputs}
+    static |= {
+        node for node, one in zip(placeholders, example_inputs, strict=True) if isinstance(one, torch.nn.Parameter)
+    }
+    parts, place = _cut(module, device, static, min_ops)
+    split = split_module(module, module, lambda node: place[node], keep_original_order=True)
+    backend = make_backend(device) if make_backend is not None else CudaBackend(device, pool)
+    return GraphedModule(split, parts, {node.name for node in static}, backend, warmup, clones=clone_outputs)
+
+
+def _cut(
+    module: GraphModule, device: torch.device, static: set[Node], min_ops: int
+) -> tuple[list[Part], dict[Node, int]]:
+    """Runs of nodes that can all be captured, or all not."""
+    why = reasons(module.graph, device, static)
+    runs_of: list[tuple[bool, list[Node]]] = []
+    for node in module.graph.nodes:
+        if not runs(node):
+            continue
+        captured = node not in why
+        if not runs_of or runs_of[-1][0] is not captured:
+            runs_of.append((captured, []))
+        runs_of[-1][1].append(node)
+    joined: list[tuple[bool, list[Node], list[str]]] = []
+    for captured, nodes in runs_of:
+        texts = [f"{node.name}: {why[node]}" for node in nodes if node in why]
+        if captured and len(nodes) < min_ops:
+            captured, texts = False, [f"{nodes[0].name}: {len(nodes)} calls, fewer than {min_ops}"]
+        if joined and joined[-1][0] is captured:
+            joined[-1][1].extend(nodes)
+            joined[-1][2].extend(texts)
+        else:
+            joined.append((captured, nodes, texts))
+    parts = [Part(f"submod_{n}", cap, len(nodes), tuple(texts)) for n, (cap, nodes, texts) in enumerate(joined)]
+    place = {node: number for number, (_, nodes, _) in enumerate(joined) for node in nodes}
+    for node in module.graph.nodes:
+        if node.target is operator.getitem:
+            place[node] = place.get(node.args[0], 0)
+    return parts, place
+
+
+class GraphedModule:
+    """A graph of which parts are CUDA graphs; see `cudagraph_pass`.
+
+    Attributes:
+        parts: in order.
+    """
+
+    def __init__(
+        self, split: GraphModule, parts: list[Part], static: set[str], backend: Backend, warmup: int, *, clones: bool
+    ) -> None:
+        self.parts = tuple(parts)
+        self._split = split
+        self._lease = Lease()
+        self._clones = clones
+        self._replayed: list[_Replayed] = []
+        in_place = set(static)  # names of nodes of the split graph whose tensors stay
+        captured = {part.name for part in parts if part.captured}
+        for node in split.graph.nodes:
+            if node.target is operator.getitem and node.args[0].name in in_place:
+                in_place.add(node.name)
+            if node.op == "call_module" and node.target in captured:
+                stay = [
+                    number for number, one in enumerate(node.args) if isinstance(one, Node) and one.name in in_place
+                ]
+                replayed = _Replayed(getattr(split, node.target), backend, stay, warmup)
+                self._replayed.append(replayed)
+                setattr(split, node.target, replayed)
+                in_place.add(node.name)
+        output = next(node for node in split.graph.nodes if node.op == "output")
+        self._leased = [
+            isinstance(one, Node) and one.name in in_place - static for one in pytree.tree_leaves(output.args[0])
+        ]
+
+    @property
+    def captures(self) -> tuple[Capture | None, ...]:
+        """Of the parts that are captured; ``None`` before the first call."""
+        return tuple(replayed.capture for replayed in self._replayed)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run all parts."""
+        self._lease.ended = "a later replay"
+        self._lease = lease = Lease()
+        leaves, structure = pytree.tree_flatten(self._split(*inputs))
+        found = []
+        for leased, one in zip(self._leased, leaves, strict=True):
+            if leased and isinstance(one, torch.Tensor):
+                one = one.detach().clone() if self._clones else WeakOutput.of(one, lease)
+            found.append(one)
+        return pytree.tree_unflatten(found, structure)
+
+    def report(self) -> str:
+        """A line for each part, and one for each reason."""
+        lines = []
+        for part in self.parts:
+            lines.append(f"{part.name}: {part.ops} calls, {'a CUDA graph' if part.captured else 'eager'}")
+            lines += [f"  {reason}" for reason in part.reasons]
+        return "\n".join(lines) + "\n"
+
+    def close(self) -> None:
+        """Give up all graphs. Idempotent."""
+        self._lease.ended = "the graphs were closed"
+        for replayed in self._replayed:
+            replayed.close()
+
+
+class _Replayed(torch.nn.Module):
+    """A part that is captured."""
+
+    def __init__(self, part: GraphModule, backend: Backend, stay: Sequence[int], warmup: int) -> None:
+        super().__init__()
+        self.capture: Capture | None = None
+        self._part = part
+        self._backend = backend
+        self._stay = stay
+        self._warmup = warmup
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run it."""
+        if self.capture is None:
+            self.capture = Capture(
+                self._part,
+                self._backend,
+                (inputs, {}),
+                modules=[self._part],
+                stay=[inputs[number] for number in self._stay if not isinstance(inputs[number], torch.nn.Parameter)],
+                warmup=self._warmup,
+                on_mismatch="recapture",
+                raw_outputs=True,
+            )
+        return self.capture(*inputs)
+
+    def close(self) -> None:
+        """Give up its graph."""
+        if self.capture is not None:
+            self.capture.close()
