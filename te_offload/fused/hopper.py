@@ -5,13 +5,14 @@ Out: the results of the three ops, and their slots: ``fc1_input`` and ``act_inpu
 the backward. Keeps true: each slot is declared when it is written and read back just before its first use; what one call
 cannot take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: quantize.
 
-``TE_OFFLOAD_FUSED_MLP``, when a Sequential runs first: ``1``, the default, takes windows on Hopper, ``0`` takes none, and
-``reference`` takes them everywhere and computes in torch arithmetic.
+``TE_OFFLOAD_FUSED_MLP``, when a Sequential runs first: ``1`` takes windows on Hopper, ``0`` takes none, ``reference`` takes
+them everywhere and computes in torch arithmetic. Unset is ``1``, but for other versions of the kernels' packages than tested.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -32,6 +33,10 @@ from te_offload.ops import GroupedLinear, ScaledSReLU, ScaledTanhSReLU, te_adapt
 from te_offload.ops.slot_owner import SlotOwner
 
 SWITCH = "TE_OFFLOAD_FUSED_MLP"
+KERNEL_PACKAGES = (
+    ("quack-kernels", "quack", "0.6.5"),
+    ("nvidia-cutlass-dsl", "cutlass", "4.8.1"),
+)  # as in pyproject.toml
 _ALIGNED = 8  # 16-bit elements in TMA's 16 bytes
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -58,9 +63,21 @@ def _machine_reason() -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0 (Hopper)"
-    if importlib.util.find_spec("quack") is None:
-        return "quack-kernels is not installed: pip install 'te-offload[hopper]'"
+    for package, module, tested in KERNEL_PACKAGES:
+        if importlib.util.find_spec(module) is None:
+            return f"{package} is not installed: pip install 'te-offload[hopper]'"
+        found = _installed(package)
+        if found not in (None, tested) and SWITCH not in os.environ:
+            return f"{package} is {found}, but {tested} was tested; {SWITCH}=1 takes it all the same"
     return None
+
+
+def _installed(package: str) -> str | None:
+    """Its version, if it was installed with its metadata."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _structure_reason(window: Window) -> str | None:

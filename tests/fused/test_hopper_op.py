@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
 
 from te_offload import Fate, OffloadSession, Reason, ops
 from te_offload.errors import ArgumentError, ArgumentTypeError, SavedTensorModifiedError
-from te_offload.fused import Fusion, find_windows, fuse, hopper
+from te_offload.fused import find_windows, fuse, hopper
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference import ReferenceKernels
 from tests.layouts.test_unfused_layouts import listen
@@ -376,47 +375,6 @@ def test_window_that_is_not_taken_says_why(options: dict[str, Any], reason: str)
     assert hopper.fuse_windows(list(module)) == list(module)
 
 
-def test_switch_keeps_windows_unfused_and_is_on_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    window = next(find_windows(list(mlp())))
-    monkeypatch.setenv(hopper.SWITCH, "0")
-    assert hopper.explain(window).reason == "TE_OFFLOAD_FUSED_MLP is 0"
-    monkeypatch.delenv(hopper.SWITCH)
-    monkeypatch.setattr(hopper, "_machine_reason", lambda: None)
-    assert hopper.explain(window).ok
-
-
-def test_report_says_how_grouped_mlps_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused, glu, idle = mlp(), mlp(activation="swiglu"), mlp()
-    with OffloadSession([fused, glu, idle], min_bytes=0) as session, session.step():
-        for module in (fused, glu):
-            run(module, SPLITS)
-        x, sizes, scales = make_inputs(SPLITS)
-        fused(x.detach(), sizes, scales.detach(), sizes)
-        for parameter in fused[0].parameters():
-            parameter.requires_grad_(False)
-        fused(x.detach(), sizes, scales.detach(), sizes).sum().backward()
-    text = session.report()
-    assert "Grouped MLPs that ran fused: 0 of 3." in text
-    assert "layer0/0: 1 of 3 forwards op by op: a gradient is needed by some of its ops alone" in text
-    assert "layer1/0: op by op: its activation is ScaledSwiGLU" in text
-    assert "layer2/0: op by op: it has not run" in text
-
-
-def test_report_of_grouped_mlps_that_all_ran_fused_is_a_line() -> None:
-    module = mlp()
-    with OffloadSession([module], min_bytes=0) as session, session.step():
-        run(module, SPLITS)
-    assert session.report().endswith("Grouped MLPs that ran fused: 1 of 1.\n")
-    assert session.fusions == (("layer0", Fusion("0", 1, 0, "")),)
-
-
-def test_report_of_layers_without_grouped_mlps_says_nothing_of_them() -> None:
-    layer = torch.nn.Linear(8, 8)
-    with OffloadSession([layer], min_bytes=0) as session, session.step():
-        layer(torch.ones(2, 8, requires_grad=True)).sum().backward()
-    assert "Grouped MLP" not in session.report()
-
-
 def test_plain_te_ops_are_fused_if_asked_for_and_give_the_same_bits() -> None:
     expected, ours = run(mlp(), SPLITS), mlp()
     linear = {"bias": False, "device": "cpu", "dtype": torch.float32}
@@ -446,26 +404,6 @@ def test_autocast_to_another_dtype_goes_op_by_op(monkeypatch: pytest.MonkeyPatch
         with torch.autocast("cpu", dtype=torch.bfloat16):
             results.append(run(module, SPLITS))
     assert_same_bits(*results)
-
-
-@pytest.mark.parametrize(
-    ("card", "installed", "reason"),
-    [
-        (None, True, "there is no CUDA device"),
-        ((10, 0), True, "compute capability 10.0 is not 9.0"),
-        ((9, 0), False, "quack-kernels is not installed"),
-        ((9, 0), True, ""),
-    ],
-)
-def test_machine_without_kernels_says_what_it_lacks(
-    monkeypatch: pytest.MonkeyPatch, card: tuple[int, int] | None, installed: bool, reason: str
-) -> None:
-    monkeypatch.setenv(hopper.SWITCH, "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-    support = hopper.explain(next(find_windows(list(mlp()))))
-    assert support.ok == (not reason) and reason in support.reason
 
 
 def test_window_of_plain_te_ops_is_left_alone() -> None:

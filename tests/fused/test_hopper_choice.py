@@ -1,0 +1,119 @@
+"""Which windows run fused on a machine, and how a session reports it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+
+from te_offload import OffloadSession
+from te_offload.fused import Fusion, find_windows, hopper
+from tests.support.mlp import make_inputs, make_mlp, run
+
+SPLITS = (5, 0, 7, 4)
+
+
+@pytest.fixture(autouse=True)
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "reference")
+
+
+def mlp(**options: Any) -> te.ops.Sequential:
+    torch.manual_seed(0)
+    return make_mlp(experts=len(SPLITS), **options)
+
+
+def test_switch_keeps_windows_unfused_and_is_on_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = next(find_windows(list(mlp())))
+    monkeypatch.setenv(hopper.SWITCH, "0")
+    assert hopper.explain(window).reason == "TE_OFFLOAD_FUSED_MLP is 0"
+    monkeypatch.delenv(hopper.SWITCH)
+    monkeypatch.setattr(hopper, "_machine_reason", lambda: None)
+    assert hopper.explain(window).ok
+
+
+def test_report_says_how_grouped_mlps_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, glu, idle = mlp(), mlp(activation="swiglu"), mlp()
+    with OffloadSession([fused, glu, idle], min_bytes=0) as session, session.step():
+        for module in (fused, glu):
+            run(module, SPLITS)
+        x, sizes, scales = make_inputs(SPLITS)
+        fused(x.detach(), sizes, scales.detach(), sizes)
+        for parameter in fused[0].parameters():
+            parameter.requires_grad_(False)
+        fused(x.detach(), sizes, scales.detach(), sizes).sum().backward()
+    text = session.report()
+    assert "Grouped MLPs that ran fused: 0 of 3." in text
+    assert "layer0/0: 1 of 3 forwards op by op: a gradient is needed by some of its ops alone" in text
+    assert "layer1/0: op by op: its activation is ScaledSwiGLU" in text
+    assert "layer2/0: op by op: it has not run" in text
+
+
+def test_report_of_grouped_mlps_that_all_ran_fused_is_a_line() -> None:
+    module = mlp()
+    with OffloadSession([module], min_bytes=0) as session, session.step():
+        run(module, SPLITS)
+    assert session.report().endswith("Grouped MLPs that ran fused: 1 of 1.\n")
+    assert session.fusions == (("layer0", Fusion("0", 1, 0, "")),)
+
+
+def test_report_of_layers_without_grouped_mlps_says_nothing_of_them() -> None:
+    layer = torch.nn.Linear(8, 8)
+    with OffloadSession([layer], min_bytes=0) as session, session.step():
+        layer(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert "Grouped MLP" not in session.report()
+
+
+@pytest.mark.parametrize(
+    ("card", "installed", "reason"),
+    [
+        (None, True, "there is no CUDA device"),
+        ((10, 0), True, "compute capability 10.0 is not 9.0"),
+        ((9, 0), False, "quack-kernels is not installed"),
+        ((9, 0), True, ""),
+    ],
+)
+def test_machine_without_kernels_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, card: tuple[int, int] | None, installed: bool, reason: str
+) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    support = hopper.explain(next(find_windows(list(mlp()))))
+    assert support.ok == (not reason) and reason in support.reason
+
+
+@pytest.mark.parametrize(
+    ("found", "told", "reason"),
+    [
+        ("0.6.5", False, ""),
+        ("0.7.0", False, "quack-kernels is 0.7.0, but 0.6.5 was tested; TE_OFFLOAD_FUSED_MLP=1 takes it all the same"),
+        ("0.7.0", True, ""),
+        (None, False, ""),
+    ],
+)
+def test_kernels_of_another_version_are_used_only_if_told_to(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, told: bool, reason: str
+) -> None:
+    monkeypatch.delenv(hopper.SWITCH)
+    if told:
+        monkeypatch.setenv(hopper.SWITCH, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    versions = {name: tested for name, _, tested in hopper.KERNEL_PACKAGES} | {"quack-kernels": found}
+    monkeypatch.setattr(hopper, "_installed", versions.get)
+    support = hopper.explain(next(find_windows(list(mlp()))))
+    assert support.ok == (not reason) and support.reason == reason
+
+
+def test_versions_that_were_tested_are_those_of_the_extra() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for package, _, tested in hopper.KERNEL_PACKAGES:
+        assert re.search(rf'"{package}(\[\w+\])?=={re.escape(tested)}"', text), package
