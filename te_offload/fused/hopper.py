@@ -6,7 +6,7 @@ the backward. Keeps true: each slot is declared when it is written and read back
 cannot take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: quantize.
 
 ``TE_OFFLOAD_FUSED_MLP``, when a Sequential runs first: ``1`` takes windows on Hopper, ``0`` takes none, ``reference`` takes
-them everywhere and computes in torch arithmetic. Unset is ``1``, but for other versions of the kernels' packages than tested.
+them everywhere and computes in torch arithmetic. Unset is ``1`` where the kernels' packages are of the versions tested.
 """
 
 from __future__ import annotations

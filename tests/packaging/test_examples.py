@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = [path.stem for path in (Path(__file__).parents[2] / "examples").glob("*.py") if path.stem != "__init__"]
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = [path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "capture_step")]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -24,6 +25,20 @@ def test_fused_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TE_OFFLOAD_FUSED_MLP", "reference")
     first, last = importlib.import_module("examples.train_moe_fused").main().split("\n")[0].split()[1::2]
     assert float(last) < 0.9 * float(first)
+
+
+def test_example_of_a_capture_says_what_it_needs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "needs one" in importlib.import_module("examples.capture_step").main()
+
+
+@pytest.mark.gpu
+def test_example_of_a_capture_trains_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TE_OFFLOAD_FUSED_MLP")
+    text = importlib.import_module("examples.capture_step").main()
+    assert "; captured; " in text and " 0 bytes" not in text
+    first, last = text.split(";")[0].split()[1::2]
+    assert float(last) < float(first)
 
 
 def test_there_are_examples() -> None:

@@ -1,0 +1,185 @@
+"""A training step of grouped MLPs as a CUDA graph, with offloading inside and without, beside the same step run eagerly.
+
+    ./run benchmarks.graphs [--layers 8 --experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--unfused] [--rounds 20]
+                            [--max-in-flight 256MiB] [--json FILE]
+
+All ways have the same weights, and gradients of their own; each call brings another input, whose copy into the graph's
+buffer is part of its time. Ways are interleaved and in both orders; medians over the rounds, by events of the GPU, of two
+calls in a row. `pool` is what the allocator reserves for the graph while it is captured, `out` the bytes that leave the
+device in a step. With few tokens (`--tokens 1024`) the step is bound by launches, which is what a graph saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+
+from benchmarks.grouped_mlp import split
+from te_offload import OffloadSession, ops
+from te_offload.fused import hopper
+from te_offload.graphs import capture
+from te_offload.ops import te_adapter
+from te_offload.units import format_bytes
+
+CALLS = 2
+Step = Callable[..., torch.Tensor]
+
+
+class Stack(torch.nn.Module):
+    """Grouped MLPs with residuals."""
+
+    def __init__(self, layers: int, experts: int, hidden: int, ffn: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        self.layers = torch.nn.ModuleList(
+            te.ops.Sequential(
+                ops.GroupedLinear(experts, hidden, ffn, **size),
+                ops.ScaledSReLU(),
+                ops.GroupedLinear(experts, ffn, hidden, **size),
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """``x`` and what each layer makes of it."""
+        for layer in self.layers:
+            x = x + layer(x, sizes, scales, sizes)
+        return x
+
+
+def step_of(model: Stack) -> Step:
+    """Forward and backward, with new gradients."""
+    parameters = list(model.parameters())
+
+    def step(x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        for parameter in parameters:
+            parameter.grad = None
+        loss: torch.Tensor = model(x, sizes, scales).float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def with_session(step: Step, session: OffloadSession) -> Step:
+    """Each call is a step of a session."""
+
+    def stepped(*inputs: torch.Tensor) -> torch.Tensor:
+        with session.step():
+            return step(*inputs)
+
+    return stepped
+
+
+def milliseconds(step: Step, inputs: Sequence[tuple[torch.Tensor, ...]]) -> float:
+    """GPU time of one of a few calls, each with another input."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for call in range(CALLS):
+        step(*inputs[call % len(inputs)])
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / CALLS
+
+
+def main() -> None:
+    """Run, print a table, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = ("layers", 8), ("experts", 64), ("hidden", 2048), ("ffn", 1408), ("tokens", 32768), ("rounds", 20)
+    for name, value in numbers:
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--unfused", action="store_true", help="Transformer Engine's grouped path")
+    parser.add_argument("--max-in-flight", default="256MiB", help="of the sessions")
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    arguments = parser.parse_args()
+    os.environ[hopper.SWITCH] = "0" if arguments.unfused else "1"
+    size = arguments.layers, arguments.experts, arguments.hidden, arguments.ffn
+    sizes = torch.tensor(split(arguments.experts, arguments.tokens, skew=False), device="cuda")
+    inputs = []
+    for _ in range(2):
+        x = torch.randn(arguments.tokens, arguments.hidden, device="cuda", dtype=torch.bfloat16)
+        inputs.append((x, sizes, torch.rand(arguments.tokens, device="cuda")))
+    first = Stack(*size)
+    steps: dict[str, Step] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name in ("eager", "eager, offload", "graph", "graph, offload"):
+        model = Stack(*size)
+        for ours, theirs in zip(model.parameters(), first.parameters(), strict=True):
+            ours.data = theirs.data
+        row: dict[str, Any] = {"pool": None, "out": 0}
+        session = None
+        if "offload" in name:
+            session = OffloadSession(model.layers, min_bytes="1MiB", max_in_flight=arguments.max_in_flight)
+        step = step_of(model)
+        if "graph" in name:
+            replay = capture(step, inputs[0], session=session, modules=[model])
+            for _ in range(3):
+                replay(*inputs[0])
+            gc.collect()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            replay.record()
+            row["pool"] = torch.cuda.memory_reserved() - before
+            if replay.reason is not None:
+                raise SystemExit(f"{name}: not captured: {replay.reason}")
+            steps[name] = replay
+        else:
+            steps[name] = step if session is None else with_session(step, session)
+        for _ in range(4):
+            steps[name](*inputs[0])
+        if session is not None:
+            row["out"] = session.records[-1].bytes_out
+            row["in flight"] = session.records[-1].peak_in_flight
+        rows[name] = row
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(arguments.rounds):
+        for name in list(steps) if turn % 2 == 0 else reversed(steps):
+            times[name].append(milliseconds(steps[name], inputs))
+    for name, row in rows.items():
+        row["ms"] = statistics.median(times[name])
+    number = te_adapter.cublaslt_version()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}; "
+        f"L{size[0]} E{size[1]} H{size[2]} F{size[3]} T{arguments.tokens} bf16, "
+        f"{'unfused' if arguments.unfused else 'fused'}; {arguments.rounds} rounds\n"
+    )
+    print("| way | ms | pool | out |\n|---|---|---|---|")
+    for name, row in rows.items():
+        pool = "" if row["pool"] is None else format_bytes(row["pool"])
+        print(f"| {name} | {row['ms']:.3f} | {pool} | {format_bytes(row['out'])} |")
+    ratio = functools.partial(_ratio, rows)
+    print(
+        f"\neager / graph: {ratio('eager', 'graph'):.2f}; with offloading: {ratio('eager, offload', 'graph, offload'):.2f}"
+    )
+    smaller = rows["graph"]["pool"] - rows["graph, offload"]["pool"]
+    planned = rows["graph, offload"]["out"] - rows["graph, offload"]["in flight"]
+    print(f"The pool is smaller by {format_bytes(smaller)}; out less in flight: {format_bytes(planned)}.")
+    if arguments.json:
+        result = {
+            "schema": "1.0",
+            "shape": size,
+            "tokens": arguments.tokens,
+            "fused": not arguments.unfused,
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _ratio(rows: dict[str, dict[str, Any]], one: str, other: str) -> float:
+    return float(rows[one]["ms"] / rows[other]["ms"])
+
+
+if __name__ == "__main__":
+    main()
