@@ -326,6 +326,37 @@ def test_main_grad_receives_the_weight_gradients(monkeypatch: pytest.MonkeyPatch
         assert all(p.grad_added_to_main_grad for p in module[layer].parameters())
 
 
+@pytest.mark.parametrize(("overwrite", "left"), [(False, 0.5), (True, 0.0)], ids=["added", "overwritten"])
+def test_main_grad_of_a_step_without_tokens_is_zero_or_stays(overwrite: bool, left: float) -> None:
+    module = mlp(accumulate_into_main_grad=True)
+    for parameter in module.parameters():
+        parameter.main_grad = torch.full_like(parameter, 0.5)
+        parameter.overwrite_main_grad = overwrite
+        parameter.grad_added_to_main_grad = False
+    run(module, (0,) * len(SPLITS))
+    for parameter in module.parameters():
+        assert torch.equal(parameter.main_grad, torch.full_like(parameter, left))
+
+
+def test_rows_that_one_linear_may_leave_out_and_the_other_read_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split sizes of FC1 and FC2 that are two tensors may differ, and on a GPU nobody looks."""
+    cleared: list[torch.Size] = []
+    clear = ReferenceKernels.clear
+
+    def note(self: ReferenceKernels, offsets: torch.Tensor, out: torch.Tensor) -> None:
+        cleared.append(out.shape)
+        clear(self, offsets, out)
+
+    monkeypatch.setattr(ReferenceKernels, "clear", note)
+    counts = []
+    for apart in (False, True):
+        module, (x, sizes, scales) = mlp(), make_inputs(SPLITS)
+        cleared.clear()
+        module(x, sizes, scales, sizes.clone() if apart else sizes).sum().backward()
+        counts.append(cleared.count(torch.Size((sum(SPLITS), 32))))
+    assert counts[1] - counts[0] == 3  # act_input, fc2_input, and act_input's gradient
+
+
 def test_missing_main_grad_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="main_grad"):
         run(mlp(accumulate_into_main_grad=True), SPLITS)

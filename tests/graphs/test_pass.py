@@ -98,6 +98,22 @@ def test_collective_and_its_wait_are_captured_together_or_not_at_all(blocked: bo
     assert found[wait] == "work from outside the capture: nonzero_default lies between a collective and its wait"
 
 
+def test_collective_that_overlaps_one_that_cannot_be_captured_is_not_captured_either() -> None:
+    """Failure 21."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    collective, wait = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+    first, second = (graph.call_function(collective, (x, "sum", "0")) for _ in range(2))
+    first_wait = graph.call_function(wait, (first,))
+    blocked = graph.call_function(torch.ops.aten.nonzero.default, (x,))
+    second_wait = graph.call_function(wait, (second,))
+    after = graph.call_function(torch.ops.aten.relu.default, (second_wait,))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(2)
+    assert set(reasons(graph, torch.device("cpu"))) == {first, second, first_wait, blocked, second_wait}
+    assert after in graph.nodes
+
+
 def test_wait_for_what_another_graph_began_is_not_captured() -> None:
     """Failure 21."""
     graph = Graph()

@@ -55,9 +55,11 @@ class CheckedTransfer(CpuTransfer):
     def __init__(self) -> None:
         self.capturing = False
         self.copies: list[bool] = []
+        self.told: list[bool] = []
 
     def capture(self, *, on: bool) -> None:
         assert self.capturing
+        self.told.append(on)
         if on:
             self.timed = False
 
@@ -103,8 +105,24 @@ def test_steps_before_in_and_after_a_capture_share_no_event_and_give_the_same_bi
             record = session.records[-1]
             assert record.bytes_out > 0 and (record.bytes_back == 0) == (in_flight != 0)
             assert session.host_bytes == 0
+        assert transfer.told == [True, False] * 2
         # as many in each: what has not left is read where it is, and in a graph nobody sees that it has
         assert transfer.copies.count(True) * 3 == transfer.copies.count(False)
+
+
+def test_captured_step_has_the_rules_of_the_step_before_it(
+    monkeypatch: pytest.MonkeyPatch, transfer: CheckedTransfer
+) -> None:
+    module = Two()
+    with OffloadSession(module.layers, min_bytes=0, max_in_flight=0) as session:
+        for number in range(5):
+            transfer.capturing = number == 4
+            if transfer.capturing:
+                monkeypatch.setattr(session._planner, "rules_for_next_step", None)  # which asks events
+            with session.step():
+                run(module, SPLITS)
+            transfer.capturing = False
+        assert session.records[-1].bytes_out == session.records[-2].bytes_out > 0
 
 
 def test_exception_in_a_captured_step_leaves_the_next_one_right(transfer: CheckedTransfer) -> None:
