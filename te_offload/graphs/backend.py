@@ -34,6 +34,9 @@ class Backend(Protocol):
 
     device: torch.device
 
+    def in_capture(self) -> bool:
+        """Whether someone else captures the current stream."""
+
     def warm_up(self, function: Function) -> Any:
         """Run it, not captured, on the stream on which it is, or would be, captured; the current stream waits for it."""
 
@@ -65,6 +68,10 @@ class CudaBackend:
         self.device = device
         self._pool = pool if pool is not None else Pool()
         self._stream = torch.cuda.Stream(device)
+
+    def in_capture(self) -> bool:
+        """See `Backend.in_capture`."""
+        return torch.cuda.is_current_stream_capturing()
 
     def warm_up(self, function: Function) -> Any:
         """See `Backend.warm_up`."""

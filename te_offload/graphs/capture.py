@@ -192,7 +192,7 @@ class Capture:
         self._record()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function: as a warm-up, as a graph, or eagerly.
+        """Run the function: as a warm-up, as a graph, or eagerly; inside another capture as a part of that one.
 
         Raises:
             InputMismatchError: inputs of another kind, or parameters or gradients that moved.
@@ -200,6 +200,8 @@ class Capture:
         """
         if self._state is CaptureState.CLOSED:
             raise StateError("This capture is closed. Make another one.")
+        if self._backend.in_capture():
+            return self._function(*args, **kwargs)
         producers, self._producers = self._producers, []
         for producer in producers:
             self._backend.wait_for(producer)

@@ -239,6 +239,18 @@ def test_function_that_waits_for_the_host_runs_eagerly_and_leaves_nothing_behind
     other.close()
 
 
+def test_capture_within_a_capture_is_a_part_of_it() -> None:
+    x = torch.ones(100, device="cuda")
+    inner = capture(lambda x: x * 3, [x])
+    for _ in range(5):
+        inner(x)
+    outer = capture(lambda x: inner(x) + 1, [x], clone_outputs=True)
+    assert [outer(x * n).unique().tolist() for n in range(5)] == [[3.0 * n + 1] for n in range(5)]
+    assert outer.state is CaptureState.CAPTURED, outer.reason
+    outer.close()
+    inner.close()
+
+
 def test_close_gives_the_memory_back() -> None:
     x = torch.ones(1 << 22, device="cuda")
     torch.cuda.synchronize()

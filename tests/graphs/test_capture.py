@@ -284,6 +284,16 @@ def test_run_without_the_graph_takes_any_inputs_and_leaves_the_graph() -> None:
         captured.eagerly(torch.ones(5))
 
 
+def test_inside_another_capture_it_is_a_part_of_that_one() -> None:
+    captured, backend = ready(double, torch.zeros(2))
+    backend.captures = True
+    log = list(backend.log)
+    assert captured(torch.ones(5), factor=3.0).tolist() == [3.0] * 5
+    assert backend.log == log
+    backend.captures = False
+    assert captured(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
 def test_later_replay_that_fails_is_raised() -> None:
     captured, backend = ready(double, torch.zeros(2))
     captured(torch.zeros(2))

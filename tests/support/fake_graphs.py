@@ -36,7 +36,11 @@ class FakeBackend:
 
     def __init__(self, fails_at: str = "") -> None:
         self.fails_at, self.log = fails_at, list[Any]()
+        self.captures = False  # someone else
         self.written: list[torch.Tensor] = []  # by the function, which a capture does not run
+
+    def in_capture(self) -> bool:
+        return self.captures
 
     def step(self, name: str) -> None:
         self.log.append(name)
