@@ -155,21 +155,28 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             return "it computes on dense tensors of bf16 and fp16 alone"
         if len({ctx.requires_grad for ctx in ctxs}) > 1:
             return "a gradient is needed by some of its ops alone"
-        for weight in (parameters.first_weight(fc1), parameters.first_weight(fc2)):
-            if te_adapter.is_distributed_weight(weight):
+        dtypes = []
+        for op in (fc1, fc2):
+            weight = parameters.dense_weight(op)
+            if weight is None:
+                return "quantized weights"
+            dtypes.append(weight.dtype)
+            if te_adapter.is_distributed_weight(parameters.first_weight(op)):
                 return "distributed weights"
             if weight.device != input_.device:
                 return f"a weight is on {weight.device}, the input on {input_.device}"
             if weight.dtype != _compute_dtype(weight):
                 return f"a weight is {weight.dtype}, autocast asks for {_compute_dtype(weight)}"
+        if dtypes[0] != dtypes[1]:
+            return f"FC1's weights are {dtypes[0]}, FC2's {dtypes[1]}"
         for op in (fc1, fc2):
             if op._accumulate_into_main_grad:
                 dtype = te_adapter.main_grad_of(parameters.first_weight(op)).dtype  # an error here if there is none
                 if input_.is_cuda and dtype not in (*_DTYPES, torch.float32):
                     return f"main_grad is {dtype}"
         if input_.is_cuda:
-            if parameters.first_weight(fc1).dtype not in _DTYPES:
-                return f"there are no kernels for {parameters.first_weight(fc1).dtype}"
+            if dtypes[0] not in _DTYPES:
+                return f"there are no kernels for {dtypes[0]}"
             for sizes in (extra_inputs[0][0], extra_inputs[2][0]):
                 if not sizes.is_cuda:
                     return "the split sizes are on the CPU"
@@ -202,7 +209,9 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         weights1, weights2 = _prepared(kernels, fc1, fc2)
         splits1, scales, splits2 = extra_inputs[0][0], extra_inputs[1][0], extra_inputs[2][0]
         self._check(input_, splits1, scales, splits2)
-        dtype = parameters.first_weight(fc1).dtype
+        weight = parameters.dense_weight(fc1)
+        assert weight is not None
+        dtype = weight.dtype
         bias1, bias2 = parameters.bias(fc1, dtype), parameters.bias(fc2, dtype)
         bias_scales = extra_inputs[2][1] if fc2._scale_bias else None
         x = _readable(te_adapter.maybe_dequantize(input_, dtype), fc1.in_features)

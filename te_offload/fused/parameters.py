@@ -12,11 +12,24 @@ from typing import Any
 
 import torch
 
+from te_offload.ops import te_adapter
+
 
 def first_weight(op: Any) -> torch.nn.Parameter:
     """The first weight parameter, or the only one."""
     weight: torch.nn.Parameter = op._parameters["weight" if op.single_grouped_weight else "weight0"]
     return weight
+
+
+def dense_weight(op: Any) -> torch.Tensor | None:
+    """A plain tensor of the weights' dtype and device, or ``None`` if they are quantized. To ask a grouped weight itself
+    takes the host ten times as long.
+    """
+    weight: torch.Tensor = first_weight(op)
+    if op.single_grouped_weight:
+        weight = op.weight.rowwise_data
+        return weight if weight is not None and weight.dtype.itemsize > 1 else None
+    return None if te_adapter.is_quantized_tensor(weight) else weight
 
 
 def weight_parameters(op: Any) -> list[torch.nn.Parameter]:

@@ -12,12 +12,15 @@ import torch
 import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
 from te_offload import Fate, OffloadSession, Reason, ops
 from te_offload.errors import ArgumentError, ArgumentTypeError, SavedTensorModifiedError
 from te_offload.fused import find_windows, fuse, hopper
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference import ReferenceKernels
+from te_offload.ops import te_adapter
 from tests.layouts.test_unfused_layouts import listen
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
 from tests.support.reference import activate, grouped_linear
@@ -355,6 +358,48 @@ def test_rows_that_one_linear_may_leave_out_and_the_other_read_are_cleared(monke
         module(x, sizes, scales, sizes.clone() if apart else sizes).sum().backward()
         counts.append(cleared.count(torch.Size((sum(SPLITS), 32))))
     assert counts[1] - counts[0] == 3  # act_input, fc2_input, and act_input's gradient
+
+
+def quantize_fc1(module: te.ops.Sequential) -> None:
+    """As `te.quantized_model_init` leaves a weight."""
+    shape = module[0].weight0.shape
+    weight = Float8Tensor(
+        shape=shape,
+        dtype=torch.float32,
+        data=torch.zeros(shape, dtype=torch.uint8),
+        fp8_scale_inv=torch.ones(1),
+        fp8_dtype=DType.kFloat8E4M3,
+        device=torch.device("cpu"),
+    )
+    module[0].weight0 = torch.nn.Parameter(weight)
+
+
+def quantize_grouped_fc2(module: te.ops.Sequential) -> None:
+    data = module[2].weight.rowwise_data
+    module[2].weight.rowwise_data = data.to(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (quantize_fc1, "quantized weights"),
+        (quantize_grouped_fc2, "quantized weights"),
+        (lambda module: module[2].double(), "FC1's weights are torch.float32, FC2's torch.float64"),
+    ],
+)
+def test_weights_that_the_kernels_cannot_read_are_handed_over(
+    monkeypatch: pytest.MonkeyPatch, change: Any, reason: str
+) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    module = mlp(single_grouped_weight=change is quantize_grouped_fc2)
+    run(module, SPLITS)
+    fused = fused_ops(module)[0]
+    x, sizes, scales = make_inputs(SPLITS)
+    change(module)
+    ctxs = [te_adapter.OperationContext() for _ in range(3)]
+    for ctx in ctxs:
+        ctx.requires_grad = True
+    assert fused.support(ctxs, x, [[sizes], [scales], [sizes]]).reason == reason
 
 
 def test_missing_main_grad_is_an_error() -> None:
