@@ -159,7 +159,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         for op in (fc1, fc2):
             weight = parameters.dense_weight(op)
             if weight is None:
-                return "quantized weights"
+                return "weights that are quantized, or no plain tensors"
             dtypes.append(weight.dtype)
             if te_adapter.is_distributed_weight(parameters.first_weight(op)):
                 return "distributed weights"

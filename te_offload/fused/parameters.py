@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from te_offload.ops import te_adapter
+_PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 def first_weight(op: Any) -> torch.nn.Parameter:
@@ -22,14 +22,14 @@ def first_weight(op: Any) -> torch.nn.Parameter:
 
 
 def dense_weight(op: Any) -> torch.Tensor | None:
-    """A plain tensor of the weights' dtype and device, or ``None`` if they are quantized. To ask a grouped weight itself
-    takes the host ten times as long.
+    """A plain tensor of the weights' dtype and device, or ``None`` if they are quantized, or DTensors. To ask a grouped
+    weight itself takes the host ten times as long.
     """
     weight: torch.Tensor = first_weight(op)
     if op.single_grouped_weight:
         weight = op.weight.rowwise_data
         return weight if weight is not None and weight.dtype.itemsize > 1 else None
-    return None if te_adapter.is_quantized_tensor(weight) else weight
+    return weight if type(weight) in _PLAIN else None
 
 
 def weight_parameters(op: Any) -> list[torch.nn.Parameter]:

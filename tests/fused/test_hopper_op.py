@@ -379,11 +379,20 @@ def quantize_grouped_fc2(module: te.ops.Sequential) -> None:
     module[2].weight.rowwise_data = data.to(torch.uint8)
 
 
+class OwnTensor(torch.Tensor):
+    """A subclass, as DTensor is one."""
+
+
+def subclass_fc2(module: te.ops.Sequential) -> None:
+    module[2].weight0 = torch.nn.Parameter(module[2].weight0.detach().as_subclass(OwnTensor))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (quantize_fc1, "quantized weights"),
-        (quantize_grouped_fc2, "quantized weights"),
+        (subclass_fc2, "weights that are quantized, or no plain tensors"),
+        (quantize_fc1, "weights that are quantized, or no plain tensors"),
+        (quantize_grouped_fc2, "weights that are quantized, or no plain tensors"),
         (lambda module: module[2].double(), "FC1's weights are torch.float32, FC2's torch.float64"),
     ],
 )

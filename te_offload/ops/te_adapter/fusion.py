@@ -55,11 +55,6 @@ def is_grouped_tensor(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, GroupedTensor)
 
 
-def is_quantized_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a wrapper of quantized data (a parameter of `te.quantized_model_init`, say)."""
-    return isinstance(tensor, QuantizedTensor)
-
-
 def main_grad_of(weight: torch.nn.Parameter) -> torch.Tensor:
     """``main_grad`` of a weight, refreshed from FSDP where that applies. Raises RuntimeError where there is none."""
     main_grad: torch.Tensor = get_main_grad_from_param(weight, op_label="GroupedLinear")
