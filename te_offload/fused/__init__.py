@@ -25,12 +25,8 @@ def explain(window: Window, recipe: Any = None) -> Support:
     Args:
         window: from `find_windows`. recipe: a Transformer Engine recipe; ``None``: no quantization.
     """
-    reasons = []
-    for path, support in (("Blackwell", blackwell.explain(window, recipe)), ("Hopper", hopper.explain(window, recipe))):
-        if support.ok:
-            return support
-        reasons.append(f"{path}: {support.reason}")
-    return Support(False, "; ".join(reasons))
+    reason = hopper.reason_unfused(window, recipe)
+    return Support(not reason, reason)
 
 
 def fuse(sequential: te.ops.Sequential, recipe: Any = None) -> list[Support]:

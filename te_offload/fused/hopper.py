@@ -22,7 +22,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, SavedTensorModifiedError
-from te_offload.fused import parameters
+from te_offload.fused import blackwell, parameters
 from te_offload.fused.calls import calls_of
 from te_offload.fused.kernels.experts import TMA_BYTES
 from te_offload.fused.kernels.interface import Kernels, SquaredReLU
@@ -110,15 +110,27 @@ def fuse_windows(ops: list[Any], *, recipe: Any = None, **_: Any) -> list[Any]:
         support = explain(window, recipe)
         if not (window.has_slot_owner or window.asked_for):
             support = Support(False, "its ops are of plain te.ops, and te_offload.fused.fuse was not called")
-        calls_of(window.fc1).reason = support.reason
+            calls_of(window.fc1).reason = support.reason
+        else:
+            calls_of(window.fc1).reason = reason_unfused(window, recipe)
         if support.ok:
             fused += [*ops[position : window.start], HopperGroupedMLP(window.ops)]
             position = window.start + 3
     return fused + ops[position:]
 
 
+def reason_unfused(window: Window, recipe: Any = None) -> str:
+    """Why neither this op nor Transformer Engine's for Blackwell takes a window; empty if one does."""
+    reasons = []
+    for path, support in (("Blackwell", blackwell.explain(window, recipe)), ("Hopper", explain(window, recipe))):
+        if support.ok:
+            return ""
+        reasons.append(f"{path}: {support.reason}")
+    return "; ".join(reasons)
+
+
 class HopperGroupedMLP(te.ops.FusedOperation):
-    """FC1, scaled squared ReLU and FC2 in two launches forward and four backward.
+    """FC1, scaled squared ReLU and FC2 in three launches forward and six backward.
 
     Args:
         basic_ops: the three ops.

@@ -353,6 +353,9 @@ class Capture:
                 f"A graph was captured for other inputs: {difference}. Give it what it was captured for, or capture with "
                 'on_mismatch="recapture".'
             )
+        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        if structure == self._signature.structure:  # what stays is another tensor now, at the same place
+            self._stay = tuple([leaves[number] for number in self._staying if isinstance(leaves[number], torch.Tensor)])
         self.recaptures.append(difference)
         if self._state is CaptureState.CAPTURED:
             self._state = change(self._state, CaptureState.WARMING_UP)

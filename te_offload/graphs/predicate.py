@@ -34,6 +34,7 @@ def reasons(graph: Graph, device: torch.device, stays: Collection[Node] = ()) ->
         node: reason for node in graph.nodes if runs(node) and (reason := _reason(node, device, stays)) is not None
     }
     _keep_collectives_whole(list(graph.nodes), found)
+    _keep_writes_whole(list(graph.nodes), found)
     return found
 
 
@@ -71,14 +72,31 @@ def _device_reason(name: str, outputs: list[Any], inputs: list[Any], device: tor
 
 def _write_reason(node: Node, target: torch._ops.OpOverload, stays: Collection[Node]) -> str | None:
     """A captured write to an input that moves would go to the graph's buffer."""
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        written = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        source = _source(written)
-        if source is not None and source.op == "placeholder" and source not in stays:
+    for source in _written(node, target):
+        if source.op == "placeholder" and source not in stays:
             return f"it writes to the input {source.name}, which is copied for the graph"
     return None
+
+
+def _written(node: Node, target: torch._ops.OpOverload) -> Iterator[Node]:
+    """Whose memory a call writes to."""
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            source = _source(written)
+            if source is not None:
+                yield source
+
+
+def _keep_writes_whole(nodes: list[Node], found: dict[Node, str]) -> None:
+    """A captured write to what another part computed would go to a buffer that nobody else reads."""
+    place = {node: number for number, node in enumerate(nodes)}
+    for node in nodes:
+        if node in found or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for source in _written(node, node.target):
+            if runs(source) and any(other in found for other in nodes[place[source] : place[node]]):
+                found[node] = f"it writes to {source.name}, which another part computes"
 
 
 def _source(node: Any) -> Node | None:

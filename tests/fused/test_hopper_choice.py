@@ -12,7 +12,8 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload import OffloadSession
-from te_offload.fused import Fusion, find_windows, hopper
+from te_offload.fused import Fusion, Support, blackwell, find_windows, hopper
+from te_offload.fused.calls import calls_of
 from tests.support.mlp import make_inputs, make_mlp, run
 
 SPLITS = (5, 0, 7, 4)
@@ -50,8 +51,19 @@ def test_report_says_how_grouped_mlps_ran(monkeypatch: pytest.MonkeyPatch) -> No
     text = session.report()
     assert "Grouped MLPs that ran fused: 0 of 3." in text
     assert "layer0/0: 1 of 3 forwards op by op: a gradient is needed by some of its ops alone" in text
-    assert "layer1/0: op by op: its activation is ScaledSwiGLU" in text
+    assert re.search(r"layer1/0: op by op: Blackwell: \S.*; Hopper: its activation is ScaledSwiGLU", text)
     assert "layer2/0: op by op: it has not run" in text
+
+
+def test_window_that_blackwells_op_takes_has_no_reason_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our fusion function is asked first, and must not say that nobody takes what the next one does."""
+    module = mlp(activation="swiglu")
+    monkeypatch.setattr(blackwell, "explain", lambda window, recipe: Support(True))
+    hopper.fuse_windows(list(module))
+    assert calls_of(module[0]).reason == ""
+    monkeypatch.undo()
+    hopper.fuse_windows(list(module))
+    assert "Blackwell: " in calls_of(module[0]).reason
 
 
 def test_report_of_grouped_mlps_that_all_ran_fused_is_a_line() -> None:

@@ -204,6 +204,31 @@ def test_part_that_is_too_short_for_a_graph_runs_eagerly_with_its_neighbours() -
     assert backend.log.count("begin") == 1
 
 
+def test_write_to_what_another_part_computed_is_not_captured() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2 + 1
+        places = torch.nonzero(y)
+        y.add_(1)
+        return (y * 3).sin() + places.sum()
+
+    graphed, _, module = passed(function, torch.ones(3))
+    assert "add_: it writes to add, which another part computes" in graphed.report()
+    for size in range(1, 4):
+        x = torch.full((3,), float(size))
+        assert torch.equal(graphed(x) + 0, module(x))
+
+
+def test_other_shapes_are_captured_anew_in_all_parts() -> None:
+    graphed, _, _ = passed(around, *inputs())
+    for rows in (3, 3, 3, 5, 5, 5):
+        a, b = torch.randn(rows, 4), torch.randn(4, 5)
+        assert torch.equal(graphed(a, b)[0] + 0, around(a, b)[0])
+    first, second = graphed.captures
+    assert first is not None and second is not None
+    assert first.state is second.state is CaptureState.CAPTURED
+    assert len(first.recaptures) == len(second.recaptures) == 1 and not second._buffers
+
+
 def test_other_shapes_are_captured_anew() -> None:
     graphed, _, _ = passed(lambda x: (x * 2 + 1).sin(), torch.ones(3))
     for size in (3, 3, 3, 5, 5, 5):
