@@ -8,6 +8,7 @@ runs eagerly, with the reason kept; the caller's tensors are never written. Does
 from __future__ import annotations
 
 import functools
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -343,6 +344,7 @@ class Capture:
         return pytree.tree_unflatten(found, self._graph.structure)
 
     def _give_up(self, error: Exception) -> None:
+        traceback.clear_frames(error.__traceback__)  # whose variables hold what the function made in the graph's memory
         self.reason = error
         self._state = change(self._state, CaptureState.EAGER)
         self._forget("the capture was given up")

@@ -47,12 +47,12 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 class Model(torch.nn.Module):
     """Grouped MLPs with residuals."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS, ffn: int = FFN) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList(
-            make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, device="cuda", dtype=torch.bfloat16)
-            for _ in range(LAYERS)
+            make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=ffn, device="cuda", dtype=torch.bfloat16)
+            for _ in range(layers)
         )
 
     def forward(self, x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -78,14 +78,14 @@ def train_step(model: Model) -> Callable[..., torch.Tensor]:
     return step
 
 
-def batches(count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def batches(count: int, tokens: int = TOKENS) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Random inputs, and random routing of the same number of tokens."""
     random = torch.Generator().manual_seed(0)
     for _ in range(count):
-        x = torch.randn(TOKENS, HIDDEN, generator=random).cuda().bfloat16()
-        cuts = torch.randint(0, TOKENS + 1, (EXPERTS - 1,), generator=random).sort().values.tolist()
-        sizes = torch.tensor([b - a for a, b in itertools.pairwise([0, *cuts, TOKENS])])
-        yield x, sizes.cuda(), torch.rand(TOKENS, generator=random).cuda()
+        x = torch.randn(tokens, HIDDEN, generator=random).cuda().bfloat16()
+        cuts = torch.randint(0, tokens + 1, (EXPERTS - 1,), generator=random).sort().values.tolist()
+        sizes = torch.tensor([b - a for a, b in itertools.pairwise([0, *cuts, tokens])])
+        yield x, sizes.cuda(), torch.rand(tokens, generator=random).cuda()
 
 
 def weights(model: Model) -> dict[str, torch.Tensor]:
@@ -115,13 +115,16 @@ def test_captured_training_gives_the_bits_of_eager_training(path: str, offloads:
 
 
 def test_graph_with_offloading_holds_less_memory(path: str) -> None:
+    """By what goes, less what is in flight; slots of 16 MiB and more, since the allocator takes 20 MiB for smaller ones."""
     held = []
+    layers, tokens, ffn = 6, 1 << 15, 512
     for offloads in (False, True):
-        model = Model()
+        model = Model(layers, ffn)
         session = OffloadSession(model.layers, min_bytes=0, max_in_flight=0) if offloads else None
-        replay = captured_step(model, session)
-        for batch in batches(3):
-            replay(*batch)
+        example = next(batches(1, tokens))
+        replay = capture(train_step(model), example, session=session, modules=[model])
+        for _ in range(3):
+            replay(*example)
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
@@ -129,8 +132,9 @@ def test_graph_with_offloading_holds_less_memory(path: str) -> None:
         held.append(torch.cuda.memory_reserved() - before)
         assert replay.state is CaptureState.CAPTURED, replay.reason
         replay.close()
-    slots = LAYERS * TOKENS * (HIDDEN + FFN) * 2
-    assert held[1] < held[0] and held[0] - held[1] > 0.3 * slots, held
+    assert session is not None
+    gone = session.records[-1].bytes_out
+    assert gone >= layers * tokens * (HIDDEN + ffn) * 2 and held[0] - held[1] > 0.6 * gone, (held, gone)
 
 
 def test_eager_steps_after_a_capture_and_replays_after_them_give_the_same_bits(path: str) -> None:
