@@ -65,6 +65,8 @@ class Reason(str, enum.Enum):
     DISABLED = "session disabled"
     FROZEN = "no gradient needs it"
     REBUILT = "the backward rebuilds it"
+    CROSSES_BORDER = "crosses the graph's border"
+    NO_VIRTUAL_MEMORY = "in a graph without virtual memory"
 
 
 class SaveState(str, enum.Enum):
@@ -86,6 +88,8 @@ class SavedSlot(NamedTuple):
             offsets, router scales, the few bytes of scales of a quantized storage.
         carried_bytes: counts the bytes of exempt tensors that do not pass the saved-tensor hooks at all; to be asked
             while the forward runs. ``None``: there are none.
+        stays: why the slot stays on the device in any case, where a layer's graph has it; ``None``: it need not.
+        nbytes: of a slot that stays in any case, whose buffers are not given.
     """
 
     name: SlotName | None
@@ -93,6 +97,8 @@ class SavedSlot(NamedTuple):
     buffers: tuple[torch.Tensor, ...]
     exempt: tuple[torch.Tensor, ...]
     carried_bytes: Callable[[], int] | None = None
+    stays: Reason | None = None
+    nbytes: int = 0
 
 
 class Watch(enum.Enum):

@@ -1,12 +1,23 @@
 """CUDA graphs: capture, guards, replay, teardown; and the pass that captures what it can of an FX graph.
 
 In: functions, and a session whose steps they are; FX graphs. Out: `Capture`, `GraphedModule`. Keeps true: nothing in the
-package imports this room. Does not: capture layers apart, or plug into torch.compile.
+package imports this room. Does not: decide what is offloaded.
 """
 
 from te_offload.graphs.backend import Pool
 from te_offload.graphs.capture import Capture, capture
 from te_offload.graphs.fx_pass import GraphedModule, Part, cudagraph_pass
+from te_offload.graphs.layers import LayerGraphs, capture_layers
 from te_offload.graphs.states import CaptureState
 
-__all__ = ["Capture", "CaptureState", "GraphedModule", "Part", "Pool", "capture", "cudagraph_pass"]
+__all__ = [
+    "Capture",
+    "CaptureState",
+    "GraphedModule",
+    "LayerGraphs",
+    "Part",
+    "Pool",
+    "capture",
+    "capture_layers",
+    "cudagraph_pass",
+]

@@ -51,10 +51,14 @@ class Backend(Protocol):
 
 
 class Pool:
-    """Memory that several captures share, which must then be replayed in the order in which they were captured."""
+    """Memory that several captures share, which must then be replayed in the order in which they were captured.
 
-    def __init__(self) -> None:
-        self.handle: Any = None
+    Args:
+        handle: of a pool of torch's; ``None``: a new one.
+    """
+
+    def __init__(self, handle: Any = None) -> None:
+        self.handle = handle
 
 
 class CudaBackend:
@@ -62,12 +66,13 @@ class CudaBackend:
 
     Args:
         device: a GPU. pool: memory shared with other captures; ``None``: its own.
+        stream: on which functions are captured; ``None``: one of its own.
     """
 
-    def __init__(self, device: torch.device, pool: Pool | None) -> None:
+    def __init__(self, device: torch.device, pool: Pool | None, stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
         self._pool = pool if pool is not None else Pool()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = stream if stream is not None else torch.cuda.Stream(device)
 
     def in_capture(self) -> bool:
         """See `Backend.in_capture`."""

@@ -18,10 +18,11 @@ class Residents:
     """Parameters and buffers of some modules.
 
     Args:
-        modules: of the captured function.
+        modules: of the captured function. grads: whether gradients have to stay too.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module], *, grads: bool = True) -> None:
+        self._looks_at_grads = grads
         places: dict[tuple[int, str], Place] = {}
         for module in modules:
             for prefix, part in module.named_modules():
@@ -49,7 +50,9 @@ class Residents:
                 return f"{title} is another tensor now"
             if tensor.data_ptr() != address:
                 return f"{title} was at {address:#x} and is at {tensor.data_ptr():#x}"
-        for (title, parameter), address in zip(self._parameters, self._grads, strict=True):
+        for (title, parameter), address in zip(
+            self._parameters if self._looks_at_grads else (), self._grads, strict=False
+        ):
             now = _address(parameter.grad)
             if now != address:
                 advice = "zero it in the captured function, or with set_to_none=False"

@@ -11,10 +11,12 @@ from __future__ import annotations
 import collections
 import os
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from te_offload.offload.cargo import Cargo
+from te_offload.offload.extents import ALIGNMENT
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.saved import Saved
 from te_offload.offload.states import SlotState
@@ -36,6 +38,16 @@ class Counts:
         self.throttles: list[tuple[Mark, Mark]] = []  # where the compute stream was, and which copy it waited for
 
 
+class Home(Protocol):
+    """Addresses to which tensors come back."""
+
+    def covers(self, address: int) -> bool:
+        """Whether an address is one of them."""
+
+    def bytes_at(self, begin: int, nbytes: int) -> torch.Tensor:
+        """Some of them, as a tensor of bytes, which work queued from now on may write."""
+
+
 class Mover:
     """Executes copies for one session.
 
@@ -45,6 +57,7 @@ class Mover:
     Attributes:
         max_in_flight: most bytes on the device that wait for nothing but the end of their copy out.
         in_flight: how many do now.
+        homes: of tensors that come back to the addresses where they were.
     """
 
     def __init__(self, device: torch.device, pool: HostPool, transfer: Transfer, max_in_flight: int) -> None:
@@ -54,6 +67,7 @@ class Mover:
         self.max_in_flight = max_in_flight
         self.counts = Counts()
         self.in_flight = 0
+        self.homes: list[Home] = []
         self._in_use: Cargo | None = None  # given out last, and used by an op that may not be over
         self._leaving: collections.deque[Cargo] = collections.deque()
         # NVTX ranges, named by the slot, around what queues its copies. NVTX itself looks at this variable, which profilers
@@ -146,8 +160,11 @@ class Mover:
         if cargo.state is not SlotState.ON_HOST:
             return
         assert cargo.out is not None
+        if self.homes:
+            self._occupy_homes(cargo)
         for lot in cargo.lots:
-            lot.allocate(self.device)
+            if lot.memory is None:
+                lot.allocate(self.device)
         if self._ranges:
             torch.cuda.nvtx.range_push(f"{cargo.name} back")
         try:
@@ -162,6 +179,14 @@ class Mover:
         self.note("coming back")
         self.counts.bytes_back += cargo.copied
         self.counts.copies_back += len(cargo.runs)
+
+    def _occupy_homes(self, cargo: Cargo) -> None:
+        """What a layer's graph has saved comes back to where the graph will read it."""
+        for (address, nbytes), (lot, begin) in zip(cargo.runs, cargo.places, strict=True):
+            if lot.nbytes == begin + nbytes and begin < ALIGNMENT:  # nothing else is in the lot
+                for home in self.homes:
+                    if home.covers(address):
+                        lot.shape, lot.memory = None, home.bytes_at(address - begin, lot.nbytes)
 
     def recall(self, cargo: Cargo) -> None:
         """The backward needs what has not left the device yet: its tensors stay."""

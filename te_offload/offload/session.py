@@ -24,6 +24,7 @@ from te_offload.fused.window import named_slot_owners
 from te_offload.offload.attachment import Attachment
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import GROWTH_STEPS, Engine, HostSettings
+from te_offload.offload.mover import Home
 from te_offload.offload.plan import Plan
 from te_offload.offload.planner import Planner
 from te_offload.offload.policy import Policy
@@ -124,6 +125,7 @@ class OffloadSession:
         self._captures = False  # whether this step is part of a CUDA graph
         self._quiet = Quiet()
         self._open: list[tuple[Attachment, LayerVisit]] = []
+        self._homes: list[Home] = []
         self._outer_hooks: Any = None
         try:
             for number, module in enumerate(modules):
@@ -249,6 +251,18 @@ class OffloadSession:
             raise StateError("No step has ended yet, so there is nothing to report. Run one `with session.step():`.")
         return step_table(self.timed_record or records[-1]) + fusion_lines(self.fusions)
 
+    # Called by graphs of layers --------------------------------------------------------------------------------------
+
+    def add_home(self, home: Home) -> None:
+        """Tensors at a home's addresses come back to the same addresses."""
+        self._homes.append(home)
+        if self._engine is not None:
+            self._engine.mover.homes = self._homes
+
+    def remove_home(self, home: Home) -> None:
+        """The opposite of `add_home`; nothing of the home may be on the host."""
+        self._homes.remove(home)
+
     # The step --------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
@@ -265,6 +279,7 @@ class OffloadSession:
             self._check_capture()
         if self._engine is None:
             self._engine = Engine(self._device, self._rules, self._host, self._max_in_flight, verify=self._verify)
+            self._engine.mover.homes = self._homes
         if self._rules.enabled and not self._captures:  # a graph has the rules of the step before it
             self._engine.rules = self._planner.rules_for_next_step(self._rules, self._engine)
         self._engine.begin_step(captured=self._captures)

@@ -152,8 +152,10 @@ class LayerVisit(SlotObserver):
             entry.fate = Fate.RECOMPUTED if recomputed else Fate.NOT_SAVED
             entry.reason = Reason.REBUILT if recomputed else Reason.FROZEN
         else:
-            entry.reason = self._stays
-            if not take:
+            entry.reason = saved.stays or self._stays
+            if saved.stays is not None:
+                entry.nbytes, entry.tensors = saved.nbytes, 1
+            elif not take:
                 entry.nbytes = sum([buffer.nbytes for buffer in saved.buffers])
                 entry.tensors = len(saved.buffers)
         if self._stays is not Reason.NONE or not saved.buffers:

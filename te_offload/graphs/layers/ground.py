@@ -1,0 +1,81 @@
+"""What the graphs of several layers have in common: the stream of their captures, memory, and marks.
+
+In: a device. Out: `Ground`. Keeps true: addresses are given back when nobody can read them any more. Does not: capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from te_offload.errors import UnsupportedError
+from te_offload.graphs.layers.bank import Bank
+from te_offload.graphs.layers.resident import ResidentMemory
+from te_offload.graphs.layers.space import Space
+from te_offload.graphs.layers.virtual import CudaVirtualMemory, VirtualMemory
+from te_offload.offload.transfer import Transfer, make_transfer
+
+
+class Ground:
+    """See above.
+
+    Args:
+        device: a GPU. virtual: take virtual memory where there is any. max_waiting: see `Bank`.
+
+    Attributes:
+        resident: why memory stays behind its addresses for good; ``None``: it does not.
+    """
+
+    def __init__(self, device: torch.device, *, virtual: bool, max_waiting: int) -> None:
+        self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
+        self.stream = torch.cuda.Stream(self.device)
+        self.resident: str | None = None
+        memory: VirtualMemory
+        try:
+            if not virtual:
+                raise UnsupportedError("memory is to stay resident, as asked.")
+            memory = CudaVirtualMemory(self.device)
+        except UnsupportedError as error:
+            self.resident = str(error)
+            memory = ResidentMemory(self.device)
+        self.bank = Bank(memory, max_waiting, torch.cuda.empty_cache)
+        self.space = Space(self.device, self.bank)
+        self.transfer: Transfer = make_transfer(self.device)
+        self.transfer.timed = False
+        self._outputs: set[int] = set()
+        self._given_up: set[int] = set()
+
+    def order(self) -> None:
+        """What has been let go of so far is used by nothing that is queued on the current stream from now on."""
+        self.bank.order(self.transfer.mark)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.device)
+
+    def add_outputs(self, addresses: Iterable[int]) -> None:
+        """Graphs write their outputs there."""
+        self._outputs.update(addresses)
+
+    def wrote(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a graph's output, as the graph wrote it."""
+        return tensor.is_contiguous() and tensor.data_ptr() in self._outputs
+
+    def give_up(self, segments: Iterable[int]) -> None:
+        """Graphs that know these segments are gone: give them back, once no living tensor covers them."""
+        self._given_up.update(segments)
+        self.bank.count()
+        for segment in list(self._given_up):
+            zones = self.space.zones_of(segment)
+            if not any(zone.owners for zone in zones):
+                for zone in zones:
+                    if zone.mapped:
+                        self.bank.take_back(zone)
+                self.space.drop_segment(segment)
+                self._given_up.discard(segment)
+
+    def close(self) -> None:
+        """Give back what nobody uses. The device must be idle."""
+        self.give_up(())
+        self.bank.close()

@@ -1,0 +1,189 @@
+"""What a user holds to have layers replayed as graphs, each forward and each backward one of its own.
+
+In: layers, and the session that offloads what they save. Out: the same numbers, fewer launches, a report. Keeps true: what
+lies between the layers runs eagerly, hooks of the layers too; nothing is captured before its warm-up. Does not: capture
+functions that are no module.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from te_offload.errors import ArgumentError, ArgumentTypeError, CaptureError
+from te_offload.graphs.layers.ground import Ground
+from te_offload.graphs.layers.scope import MISMATCHES, LayerScope
+from te_offload.graphs.states import CaptureState
+from te_offload.offload.session import OffloadSession
+from te_offload.units import format_bytes, parse_bytes
+
+
+def capture_layers(
+    layers: torch.nn.Module | Iterable[torch.nn.Module] | Mapping[str, torch.nn.Module],
+    *,
+    session: OffloadSession | None = None,
+    warmup: int = 3,
+    on_mismatch: str = "raise",
+    virtual: bool = True,
+    max_waiting: int | str = "256MiB",
+) -> LayerGraphs:
+    """Have each layer's forward and backward replayed as a CUDA graph, from its fourth forward on.
+
+    A layer is any module: attention, a router, a router with what precedes it, experts, a whole transformer layer. Its
+    forward takes and returns tensors, nested as it likes, and other values, which are part of the graph. Its parameters'
+    gradients are returned by the graphs, and accumulated, hooked and reduced outside of them as ever.
+
+    Args:
+        layers: modules, by themselves or by name; a ``ModuleList`` is several, any other module one.
+        session: which offloads the layers, or what encloses them. It takes saved tensors between the graphs, and they come
+            back to the addresses that the graphs know. What is an input of a graph stays (`Reason.CROSSES_BORDER`).
+        warmup: eager forwards with gradients before a layer is captured, one or more.
+        on_mismatch: for inputs of another kind, or parameters that moved: ``"raise"`` an `InputMismatchError`,
+            ``"recapture"`` after a new warm-up, or run ``"eager"`` this time.
+        virtual: give memory that a layer does not use back, by virtual memory of the GPU. Where there is none, or not
+            asked for, all memory of the graphs stays, and no slot in them goes.
+        max_waiting: most bytes that wait only for the GPU to be done with them; beyond, the host waits for the GPU.
+
+    Raises:
+        ArgumentError: no layers, a layer twice or inside another, no warm-up, or an unknown ``on_mismatch``.
+        ArgumentTypeError: something that is no module.
+        CaptureError: the layers are not on a GPU.
+    """
+    named = _named(layers)
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
+        raise ArgumentError(f"warmup must be 1 or more runs, since kernels are loaded in them, but is {warmup!r}.")
+    if on_mismatch not in MISMATCHES:
+        raise ArgumentError(f"on_mismatch must be one of {', '.join(MISMATCHES)}, but is {on_mismatch!r}.")
+    waiting = parse_bytes(max_waiting, "max_waiting")
+    devices = {parameter.device for module in named.values() for parameter in module.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        found = ", ".join(sorted(map(str, devices))) or "no device"
+        raise CaptureError(f"Nothing to capture: the layers are on {found}. Graphs of layers need them on one GPU.")
+    return LayerGraphs(named, Ground(devices.pop(), virtual=virtual, max_waiting=waiting), session, warmup, on_mismatch)
+
+
+class LayerGraphs:
+    """Layers with graphs; see `capture_layers`.
+
+    Attributes:
+        scopes: the layers, by name: their states, replays, and why they ran otherwise.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, torch.nn.Module],
+        ground: Ground,
+        session: OffloadSession | None,
+        warmup: int,
+        on_mismatch: str,
+    ) -> None:
+        self._ground = ground
+        self._session = session
+        self.scopes: dict[str, LayerScope] = {}
+        if session is not None:
+            session.add_home(ground.space)
+        for name, module in layers.items():
+            self.scopes[name] = LayerScope(name, module, ground, warmup, on_mismatch)
+        self._finalizer = weakref.finalize(self, _close, list(self.scopes.values()), ground)  # also when Python ends
+        self._closed = False
+
+    @property
+    def captured(self) -> bool:
+        """Whether all layers are graphs."""
+        return all(scope.state is CaptureState.CAPTURED for scope in self.scopes.values())
+
+    @property
+    def resident(self) -> str | None:
+        """Why memory of the graphs never goes back; ``None`` if it does."""
+        return self._ground.resident
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of GPU memory behind the graphs' addresses now."""
+        return self._ground.bank.mapped
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of GPU memory that the graphs hold, behind addresses or not."""
+        return self._ground.bank.held
+
+    def settle(self) -> None:
+        """Wait for the GPU, and take the memory from all addresses that nobody uses."""
+        self._ground.order()
+        self._ground.bank.settle()
+
+    def report(self) -> str:
+        """A line a layer, and what memory the graphs hold."""
+        lines = []
+        for name, scope in self.scopes.items():
+            line = f"{name}: {scope.state.value}, {scope.replays} replays"
+            if scope.reason is not None:
+                line += f"; could not be captured: {type(scope.reason).__name__}: {scope.reason}"
+            for why, count in scope.eager.items():
+                line += f"; {count} eager: {why}"
+            for why in scope.recaptures:
+                line += f"; captured anew: {why}"
+            lines.append(line)
+        bank = self._ground.bank
+        lines.append(
+            f"memory of the graphs: {format_bytes(bank.held)}, at most {format_bytes(bank.most_held)}; behind addresses "
+            f"now: {format_bytes(bank.mapped)}; the host waited for the GPU {bank.waits} times"
+        )
+        if self._ground.resident is not None:
+            lines.append(f"all of it stays: {self._ground.resident}")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Wait for the GPU, give the layers their forward back, and take the graphs down. Idempotent.
+
+        Gradients that lie in the graphs' memory are moved out of it. Memory under other living tensors stays.
+        Where a layer talks to other ranks, close before the process group is destroyed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._finalizer.detach()
+        _close(list(self.scopes.values()), self._ground)
+        if self._session is not None:
+            self._session.remove_home(self._ground.space)
+
+    def __enter__(self) -> LayerGraphs:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+
+def _close(scopes: list[LayerScope], ground: Ground) -> None:
+    ground.synchronize()
+    for scope in scopes:
+        scope.close()
+    ground.close()
+
+
+def _named(
+    layers: torch.nn.Module | Iterable[torch.nn.Module] | Mapping[str, torch.nn.Module],
+) -> dict[str, torch.nn.Module]:
+    if isinstance(layers, torch.nn.Module) and not isinstance(layers, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        layers = [layers]
+    if isinstance(layers, (Mapping, torch.nn.ModuleDict)):
+        named = dict(layers.items())
+    else:
+        named = {f"layer{number}": module for number, module in enumerate(layers)}
+    if not named:
+        raise ArgumentError("layers is empty: give at least one layer.")
+    for name, module in named.items():
+        if not isinstance(module, torch.nn.Module):
+            raise ArgumentTypeError(f"{name} must be a module, but is {type(module).__name__}.")
+        if isinstance(module.__dict__.get("forward"), LayerScope):
+            raise ArgumentError(f"{name} has graphs already. Close those first.")
+    for name, module in named.items():
+        parts = {id(part) for part in module.modules()}
+        for other, another in named.items():
+            if other != name and id(another) in parts:
+                raise ArgumentError(f"{other} is {name}, or inside it. Give each layer once.")
+    return named

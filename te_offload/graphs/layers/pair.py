@@ -1,0 +1,488 @@
+"""One layer as two graphs, its forward and its backward, whose saved tensors an offload session can take in between.
+
+In: a function, static inputs, parameters. Out: replays, each with tensors over the graphs' memory. Keeps true: a replay
+writes no byte that a living tensor covers; what the backward may read has memory until then; saved tensors are where
+the graphs know them when the backward is replayed. Does not: decide when to capture, or when to fall back.
+
+What the backward reads is what torch's allocator still holds once the forward is captured and its outputs are let go of:
+slots that ops tell of, tensors that passed a hook, and the rest, which stays. All else of the forward's memory is given up
+as soon as the forward is over, all of the backward's but the gradients as soon as that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from te_offload.errors import BackwardTwiceError, CaptureError, StaleOutputError
+from te_offload.graphs.backend import CudaBackend, CudaRecording, Pool
+from te_offload.graphs.layers.ground import Ground
+from te_offload.graphs.layers.items import Extents, Item, grouped, made
+from te_offload.graphs.layers.pool import Extent, SegmentPool, segment_lengths
+from te_offload.graphs.layers.recorder import Recorder
+from te_offload.ops.slot_owner import SlotOwner
+from te_offload.slots import Reason, SavedSlot, SaveState, SlotHandle, Watch
+
+_ALIGNMENT = 512  # bytes, as torch's allocator has it
+
+
+@dataclass
+class _Run:
+    """What one capture of forward and backward made."""
+
+    forward: CudaRecording
+    backward: CudaRecording | None
+    outputs: list[Any]
+    structure: Any
+    recorder: Recorder
+    gradients: list[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A slot of an op: its buffers, or why it stays."""
+
+    op: SlotOwner
+    saved: SavedSlot
+    items: tuple[Item, ...]
+
+
+@dataclass
+class Flight:
+    """A forward that was replayed, until its backward.
+
+    Attributes:
+        inputs: what it read. carried: memory that its backward reads. slots, packed: what a session or a hook has.
+        plain: saved tensors that nobody took.
+    """
+
+    inputs: Sequence[Any]
+    carried: list[torch.UntypedStorage] = field(default_factory=list)
+    slots: list[tuple[tuple[Item, ...], SlotHandle]] = field(default_factory=list)
+    packed: list[tuple[Item, Callable[[Any], Any], Any]] = field(default_factory=list)
+    plain: list[torch.Tensor] = field(default_factory=list)
+    over: bool = False
+
+
+class GraphPair:
+    """Forward and backward of a layer for one kind of inputs.
+
+    Args:
+        ground: memory, stream and marks. name: of the layer, for messages. module: the layer.
+        function: its forward. structure, leaves: of the arguments. moving: which leaves are tensors that may lie anywhere.
+    """
+
+    def __init__(
+        self,
+        ground: Ground,
+        name: str,
+        module: torch.nn.Module,
+        function: Callable[..., Any],
+        structure: Any,
+        leaves: Sequence[Any],
+        moving: Sequence[int],
+    ) -> None:
+        self.name = name
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._ground = ground
+        self._module = module
+        self._function = function
+        self._structure = structure
+        self._leaves = list(leaves)
+        self._constants: list[Any] = []
+        # An input that another pair's graph has just written is read where it lies; others have a place of their own.
+        self.chained = {number: leaves[number].data_ptr() for number in moving if ground.wrote(leaves[number])}
+        self._moving = [number for number in moving if number not in self.chained]
+        own = [leaves[number] for number in self._moving]
+        self._inputs = _Buffers(ground, own)
+        self._differentiable = [number for number in moving if leaves[number].requires_grad]
+        self._segments: list[int] = []
+        self._pools: list[SegmentPool] = []
+        self._grads: _Buffers | None = None
+
+    # Capture ---------------------------------------------------------------------------------------------------------
+
+    def record(self) -> None:
+        """Capture.
+
+        Raises:
+            CaptureError: an output, or a gradient, lies where no replay would write it.
+        """
+        ground = self._ground
+        rehearsal = Pool(), Pool()
+        run = self._run(*rehearsal, grad_outputs=None)
+        lengths = [segment_lengths(pool.handle) if pool.handle is not None else [] for pool in rehearsal]
+        outputs = [one for one in run.outputs if isinstance(one, torch.Tensor) and one.requires_grad]
+        self._grads = _Buffers(ground, outputs)
+        _close(run)
+        del run, outputs
+        pools = [SegmentPool(ground.space, each, ground.stream) for each in lengths]
+        self._pools = pools
+        inputs = self._inputs.storage()
+        grads = self._grads.storage()
+        try:
+            run = self._run(Pool(pools[0].handle), Pool(pools[1].handle), grad_outputs=self._grads.tensors(grads))
+            self._note(run, pools)
+        finally:
+            del inputs, grads
+        self._forward, self._backward = run.forward, run.backward
+        self._structure_out = run.structure
+
+    def _run(self, forward: Pool, backward: Pool, grad_outputs: list[torch.Tensor] | None) -> _Run:
+        """Capture both; without ``grad_outputs`` as a rehearsal."""
+        ground = self._ground
+        storage = self._inputs.storage()
+        leaves = list(self._leaves)
+        for number, tensor in zip(self._moving, self._inputs.tensors(storage), strict=True):
+            leaves[number] = tensor
+        for number in self.chained:
+            leaves[number] = leaves[number].detach()
+        for number in self._differentiable:
+            leaves[number].requires_grad_()
+        recorder = Recorder()
+        elsewhere = {tensor.untyped_storage().data_ptr() for tensor in self._module.parameters()}
+        elsewhere |= {tensor.untyped_storage().data_ptr() for tensor in self._module.buffers()}
+        elsewhere |= {one.untyped_storage().data_ptr() for one in leaves if isinstance(one, torch.Tensor)}
+
+        def run_forward() -> Any:
+            args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+            with torch.enable_grad(), recorder.watching(self._module):
+                result = self._function(*args, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, lambda one: _own(one, elsewhere), result)
+
+        recording, result = CudaBackend(ground.device, forward, ground.stream).record(run_forward, ())
+        run = _Run(recording, None, *pytree.tree_flatten(result), recorder, [])
+        del result
+        if grad_outputs is not None:
+            self._note_forward(run)
+        outputs = [one for one in run.outputs if isinstance(one, torch.Tensor) and one.requires_grad]
+        wanted = [leaves[number] for number in self._differentiable] + self.parameters
+        if not outputs or not wanted:
+            return run
+        given = grad_outputs if grad_outputs is not None else [torch.empty_like(one) for one in outputs]
+        edges = [torch.autograd.graph.get_gradient_edge(one) for one in outputs]
+        if grad_outputs is not None:
+            run.outputs = []
+            del outputs
+            self._note_saved(run)
+        elsewhere |= {one.untyped_storage().data_ptr() for one in given}
+
+        def run_backward() -> list[torch.Tensor | None]:
+            found = torch.autograd.grad(edges, wanted, given, allow_unused=True)
+            return [None if one is None else _own(one.detach(), elsewhere) for one in found]
+
+        try:
+            run.backward, run.gradients = CudaBackend(ground.device, backward, ground.stream).record(run_backward, ())
+        except BaseException:
+            run.forward.close()
+            raise
+        return run
+
+    def _note_forward(self, run: _Run) -> None:
+        """Where its outputs lie."""
+        live = Extents(self._pools[0].live())
+        self._outputs: list[Item | None] = []
+        self._values: list[Any] = []
+        for number, one in enumerate(run.outputs):
+            item = live.item(one) if isinstance(one, torch.Tensor) else None
+            if isinstance(one, torch.Tensor) and item is None:
+                raise CaptureError(
+                    f"{self.name}: output {number} is not in the memory of its graph, so that no replay would change it. "
+                    "Return a dense tensor that the layer has made."
+                )
+            self._outputs.append(item)
+            self._values.append(None if item is not None else one)
+
+    def _note_saved(self, run: _Run) -> None:
+        """What the backward may read, now that the outputs are let go of."""
+        extents = self._pools[0].live()
+        live = Extents(extents)
+        self._slots: list[_Slot] = []
+        self._others: list[Item] = []
+        taken: set[Extent] = set()
+        for op, saved in run.recorder.slots:
+            items = tuple([item for item in map(live.item, saved.buffers) if item is not None])
+            crosses = len(items) != len([buffer for buffer in saved.buffers if buffer.numel()])
+            stays = None
+            if crosses:
+                stays = Reason.CROSSES_BORDER
+            elif self._ground.resident:
+                stays = Reason.NO_VIRTUAL_MEMORY
+            told = saved._replace(buffers=(), exempt=(), carried_bytes=None, stays=stays)
+            if stays is not None and saved.state is SaveState.SAVED:
+                told = told._replace(nbytes=sum([buffer.nbytes for buffer in saved.buffers]))
+                items = ()
+            self._slots.append(_Slot(op, told, items))
+            taken.update(item.extent for item in items)
+        if not self._ground.resident:
+            others = [live.item(tensor) for tensor in run.recorder.others]
+            self._others = [item for item in others if item is not None]
+            taken.update(item.extent for item in self._others)
+        self._taken = sorted(taken)
+        self._carried = [extent for extent in extents if extent not in taken]
+        run.recorder = Recorder()
+
+    def _note(self, run: _Run, pools: Sequence[SegmentPool]) -> None:
+        """Where gradients lie, and which memory lives how long."""
+        if run.backward is None:
+            self._slots, self._others, self._taken, self._carried = [], [], [], []
+        live = Extents(pools[1].live())
+        self._gradients: list[Item | None] = []
+        for one in run.gradients:
+            item = live.item(one) if one is not None else None
+            self._gradients.append(item)
+            self._constants.append(one if item is None else None)  # such as Transformer Engine's, of a fused main_grad
+        self._runs = grouped([item for item in self._gradients if item is not None])
+        run.gradients, run.outputs = [], []
+        outputs = [item.extent for item in self._outputs if item is not None]
+        self._output_extents = sorted(set(outputs))
+        self._gradient_extents = sorted({item.extent for item in self._gradients if item is not None})
+        self._ground.synchronize()
+        pools[0].seal([outputs, self._taken, self._carried])
+        pools[1].seal([self._gradient_extents])
+        for pool in pools:
+            self._segments += pool.segments
+        space = self._ground.space
+        self._whole = [[zone for begin in pool.segments for zone in space.zones_of(begin)] for pool in pools]
+        self._ground.add_outputs([item.address for item in self._outputs if item is not None])
+
+    # Replay ----------------------------------------------------------------------------------------------------------
+
+    def busy(self) -> str | None:
+        """Why the forward cannot be replayed now: something of an earlier replay is in use; ``None`` if nothing is."""
+        space = self._ground.space
+        for what, extents in (("an output", self._output_extents), ("a saved tensor", [*self._taken, *self._carried])):
+            if any(space.is_owned(*extent) for extent in extents):
+                return f"{what} of an earlier call is in use"
+        if self._inputs.in_use():
+            return "an input of an earlier call is in use"
+        return None
+
+    def differentiable(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Of the arguments and the parameters, those for which `backward` has gradients."""
+        return [*(leaves[number] for number in self._differentiable), *self.parameters]
+
+    def differentiable_outputs(self, outputs: Sequence[Any]) -> list[Any]:
+        """Of what belongs to the outputs, what belongs to those with a gradient."""
+        items = [item for item in self._outputs if item is not None]
+        return [one for one, item in zip(outputs, items, strict=True) if item.requires_grad]
+
+    def constant_outputs(self, outputs: Sequence[Any]) -> list[Any]:
+        """Of what belongs to the outputs, what belongs to those without a gradient."""
+        items = [item for item in self._outputs if item is not None]
+        return [one for one, item in zip(outputs, items, strict=True) if not item.requires_grad]
+
+    def results(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """The output tensors as the layer nests them, with its other results."""
+        rest = iter(outputs)
+        found = [value if item is None else next(rest) for item, value in zip(self._outputs, self._values, strict=True)]
+        return pytree.tree_unflatten(found, self._structure_out)
+
+    def forward(self, leaves: Sequence[Any]) -> tuple[list[torch.Tensor], Flight]:
+        """Replay it: its output tensors, and what its backward needs."""
+        ground, space = self._ground, self._ground.space
+        ground.order()
+        space.bank.occupy(self._whole[0])
+        try:
+            storage = self._inputs.storage()
+            self._inputs.fill(storage, [leaves[number] for number in self._moving])
+            self._forward.replay()
+            saved = {extent: space.storage(*extent) for extent in (*self._taken, *self._carried)}
+            outputs = {extent: saved.get(extent) or space.storage(*extent) for extent in self._output_extents}
+        finally:
+            space.bank.drop(self._whole[0])
+        results = [item.over(outputs) for item in self._outputs if item is not None]
+        flight = Flight([storage, [leaves[number] for number in self.chained]])
+        if self._backward is not None:
+            flight.carried = [saved[extent] for extent in self._carried]
+            self._hand_over(flight, saved)
+        del saved, outputs
+        ground.order()
+        return results, flight
+
+    def _hand_over(self, flight: Flight, saved: dict[Extent, torch.UntypedStorage]) -> None:
+        """Tell of slots and saved tensors, as the layer's own forward would have."""
+        for slot in self._slots:
+            observer, watch = slot.op.follower()
+            tensors = [item.over(saved) for item in slot.items]
+            handle = None
+            if observer is not None and watch is Watch.TAKES:
+                handle = observer.slot_saved(slot.op, slot.saved._replace(buffers=tuple(tensors)), take=True)  # type: ignore[arg-type]
+            if handle is not None:
+                flight.slots.append((slot.items, handle))
+            else:
+                flight.plain += tensors
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        for item in self._others:
+            tensor = item.over(saved)
+            if hooks is None:
+                flight.plain.append(tensor)
+            else:
+                flight.packed.append((item, hooks[1], hooks[0](tensor)))
+
+    def backward(self, flight: Flight, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Replay it: gradients of the differentiable inputs, then of the parameters.
+
+        Raises:
+            BackwardTwiceError: of this forward it was replayed before.
+            StaleOutputError: a gradient of an earlier backward is still held, and would change.
+        """
+        if flight.over:
+            raise BackwardTwiceError(
+                f"{self.name}: a second backward over one forward; its graphs have given up what the first one read. Run "
+                "the forward again instead of retain_graph=True."
+            )
+        flight.over = True
+        assert self._backward is not None
+        ground, space = self._ground, self._ground.space
+        self._keep_gradients()
+        ground.order()
+        held: list[Any] = []
+        for items, handle in flight.slots:
+            held += self._in_place(items, handle.take())
+        for item, unpack, packed in flight.packed:
+            held += self._in_place((item,), [unpack(packed)])
+        space.bank.occupy(self._whole[1])
+        try:
+            assert self._grads is not None
+            storage = self._grads.storage()
+            self._grads.fill(storage, grads)
+            self._backward.replay()
+            storages = {extent: space.storage(*extent) for extent in self._gradient_extents}
+        finally:
+            space.bank.drop(self._whole[1])
+        tensors = iter(made(self._runs, storages))
+        results = [
+            constant if item is None else next(tensors)
+            for item, constant in zip(self._gradients, self._constants, strict=True)
+        ]
+        flight.inputs, flight.carried, flight.slots, flight.packed, flight.plain = (), [], [], [], []
+        del held, storage, storages, tensors
+        ground.order()
+        return results
+
+    def _in_place(self, items: Sequence[Item], tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Tensors that came back, at the addresses that the graph reads."""
+        held: list[Any] = []
+        for item, tensor in zip(items, tensors, strict=True):
+            if tensor.data_ptr() != item.address:
+                storage = self._ground.space.storage(*item.extent)
+                held.append(storage)
+                item.over({item.extent: storage}).copy_(tensor)
+            held.append(tensor)
+        return held
+
+    def _keep_gradients(self) -> None:
+        """Gradients of the backward before that are still held move to memory of their own."""
+        space = self._ground.space
+        owned = {extent for extent in self._gradient_extents if space.is_owned(*extent)}
+        if not owned:
+            return
+        items = self._gradients[len(self._differentiable) :]
+        for parameter, item in zip(self.parameters, items, strict=True):
+            grad = parameter.grad
+            if item is not None and item.extent in owned and grad is not None and grad.data_ptr() == item.address:
+                parameter.grad = grad.clone()
+                del grad
+        for extent in owned:
+            if space.is_owned(*extent):
+                raise StaleOutputError(
+                    f"{self.name}: a gradient of its last backward ({extent.nbytes} bytes) is still held, and this "
+                    "backward would write over it. Clone gradients that you keep."
+                )
+
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """It could not be captured: give up what was taken for it."""
+        self._ground.synchronize()
+        for pool in self._pools:
+            if not pool.sealed:
+                pool.seal([])
+        segments = [segment for pool in self._pools for segment in pool.segments]
+        self._ground.give_up([*segments, *self._inputs.segments, *(self._grads.segments if self._grads else ())])
+        self._leaves, self._constants, self._pools = [], [], []
+
+    def close(self) -> None:
+        """Give up the graphs. Memory stays where a living tensor covers it. The device must be idle."""
+        self._forward.close()
+        if self._backward is not None:
+            self._backward.close()
+        for parameter in self.parameters:
+            grad = parameter.grad
+            if grad is not None and any(one is not None and one.address == grad.data_ptr() for one in self._gradients):
+                parameter.grad = grad.clone()
+        assert self._grads is not None
+        self._ground.give_up([*self._segments, *self._inputs.segments, *self._grads.segments])
+        self._leaves, self._constants = [], []
+
+
+class _Buffers:
+    """Static copies of some tensors, one behind the other.
+
+    Args:
+        ground: where. tensors: like which.
+    """
+
+    def __init__(self, ground: Ground, tensors: Sequence[torch.Tensor]) -> None:
+        self._space = ground.space
+        places, end = [], 0
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            places.append((end, tensor.dtype, tensor.size(), nbytes))
+            end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.segments = [ground.space.add_segment(end)] if end else []
+        self._nbytes = end
+        self._items = [
+            Item(Extent(self.segments[0] if end else 0, end), offset, dtype, size, _dense(size))
+            for offset, dtype, size, _ in places
+        ]
+
+    def storage(self) -> Any:
+        """Their memory."""
+        if not self.segments:
+            return torch.UntypedStorage(0, device=self._space.device)
+        return self._space.storage(self.segments[0], self._nbytes)
+
+    def in_use(self) -> bool:
+        """Whether someone holds it."""
+        return bool(self.segments) and self._space.is_owned(self.segments[0], self._nbytes)
+
+    def tensors(self, storage: Any) -> list[torch.Tensor]:
+        """Over their memory."""
+        return [
+            item.over({item.extent: storage})
+            if item.size.numel()
+            else torch.empty(item.size, dtype=item.dtype, device=self._space.device)
+            for item in self._items
+        ]
+
+    def fill(self, storage: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy others into it."""
+        if self._items:
+            with torch.no_grad():
+                torch._foreach_copy_(self.tensors(storage), list(tensors))
+
+
+def _dense(size: Sequence[int]) -> tuple[int, ...]:
+    stride, found = 1, []
+    for length in reversed(size):
+        found.append(stride)
+        stride *= length
+    return tuple(reversed(found))
+
+
+def _own(tensor: torch.Tensor, elsewhere: set[int]) -> torch.Tensor:
+    """A tensor that does not lie in memory that is no graph's."""
+    return tensor.clone() if tensor.untyped_storage().data_ptr() in elsewhere else tensor
+
+
+def _close(run: _Run) -> None:
+    run.gradients, run.outputs = [], []
+    run.forward.close()
+    if run.backward is not None:
+        run.backward.close()

@@ -1,0 +1,109 @@
+"""The memory that torch's allocator hands out while a graph is captured, at addresses of ours.
+
+In: a space, and the lengths of the segments that a rehearsal took. Out: a pool to capture into; what lies in it. Keeps
+true: no address goes back to the driver because torch lets go of it. Does not: say what is in use between replays.
+
+torch calls Python for each new segment, holding its allocator's lock. Another thread that holds Python's lock and frees a
+tensor would then wait for ever, and so would the first. Hence all segments are handed over beforehand, by a call that
+keeps Python's lock (a storage's constructor), and are found in torch's cache while the graph is captured. If one more were
+needed then, it is refused, and the capture fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from te_offload.graphs.layers.space import Space
+
+_SMALL = (
+    1 << 20
+)  # bytes up to which torch cuts allocations from segments of 2 MiB (c10/core/AllocatorConfig.h, kSmallSize)
+_SMALL_SEGMENT = 2 << 20
+
+_Allocate = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+_Free = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+
+class Extent(NamedTuple):
+    """Bytes of one allocation: the first address, and how many."""
+
+    begin: int
+    nbytes: int
+
+
+class SegmentPool:
+    """A memory pool of torch's whose segments are a space's.
+
+    Args:
+        space: which. lengths: of the segments it will need. stream: on which the graph will be captured.
+
+    Attributes:
+        handle: for `torch.cuda.CUDAGraph.capture_begin`. segments: their first addresses.
+        sealed: whether `seal` was called; memory stays until then.
+    """
+
+    def __init__(self, space: Space, lengths: Sequence[int], stream: torch.cuda.Stream) -> None:
+        self._space = space
+        self.sealed = False
+        lengths = sorted(lengths, reverse=True)
+        self.segments = [space.add_segment(length) for length in lengths]
+        self._ready = dict(zip(self.segments, lengths, strict=True))
+        self._zones = [zone for segment in self.segments for zone in space.zones(segment, 1)]
+        space.bank.occupy(self._zones)
+        self._calls = _Allocate(self._allocate), _Free(self._free)
+        addresses = [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in self._calls]
+        allocator = torch._C._cuda_customAllocator(*addresses)
+        self._pool = torch.cuda.MemPool(allocator)
+        self.handle = self._pool.id
+        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool):
+            made = []
+            for length in lengths:
+                if length <= _SMALL_SEGMENT:  # two halves of one
+                    made += [torch.UntypedStorage(_SMALL, device=space.device) for _ in range(2)]
+                else:
+                    made.append(torch.UntypedStorage(length, device=space.device))
+
+    def live(self) -> list[Extent]:
+        """What is allocated in it now."""
+        return [
+            Extent(block["address"], block["size"])
+            for segment in torch.cuda.memory_snapshot(self.handle)
+            for block in segment["blocks"]
+            if block["state"] != "inactive"
+        ]
+
+    def seal(self, ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """The graph is captured, and the device does nothing with the pool: from now on zones have memory while owned.
+
+        Args:
+            ranges: addresses that live together, in several groups.
+        """
+        self.sealed = True
+        bank = self._space.bank
+        zones, self._zones = self._zones, []
+        bank.drop(zones)
+        bank.count()
+        for zone in zones:
+            if not zone.owners:
+                bank.take_back(zone)
+        for segment in self.segments:
+            self._space.cut(segment, [one for group in ranges for one in group])
+
+    def _allocate(self, nbytes: int, device: int, stream: int | None) -> int:
+        for begin, length in self._ready.items():
+            if length == nbytes:
+                del self._ready[begin]
+                return begin
+        return 0
+
+    def _free(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
+        """Addresses stay the space's."""
+
+
+def segment_lengths(handle: Any) -> list[int]:
+    """Those of the segments that a pool of torch's has."""
+    return [segment["total_size"] for segment in torch.cuda.memory_snapshot(handle)]

@@ -1,0 +1,76 @@
+"""What a layer saves for its backward while its forward is captured.
+
+In: tensors that pass the saved-tensor hook, and slots that ops tell of. Out: which is which. Keeps true: ops tell their own
+observer again afterwards; nothing is taken away from anyone. Does not: keep tensors longer than the capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from te_offload.ops import te_adapter
+from te_offload.ops.slot_owner import SlotOwner
+from te_offload.slots import SavedSlot, SlotHandle, SlotObserver, Watch
+
+
+class Recorder(SlotObserver):
+    """Watches one forward.
+
+    Attributes:
+        slots: which op saved what. others: what passed the hook, and is of no slot and not exempt.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[tuple[SlotOwner, SavedSlot]] = []
+        self.others: list[torch.Tensor] = []
+        self._packed: list[torch.Tensor] = []
+        self._exempt: list[torch.Tensor] = []
+
+    @contextmanager
+    def watching(self, module: torch.nn.Module) -> Iterator[None]:
+        """Stand in for the observers of a module's ops, and above all hooks."""
+        owners = [part for part in module.modules() if isinstance(part, SlotOwner)]
+        observers = [owner._slot_observer for owner in owners]
+        for owner in owners:
+            owner.observe_slot(self)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor):
+                yield
+        finally:
+            for owner, observer in zip(owners, observers, strict=True):
+                owner.observe_slot(observer)
+        self._sort()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The hook."""
+        if type(tensor) is torch.Tensor and not te_adapter.is_marked_not_offload(tensor):
+            self._packed.append(tensor.detach())
+        return tensor
+
+    def watch(self) -> Watch:
+        """See `SlotObserver.watch`."""
+        return Watch.HOOKS
+
+    def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> SlotHandle | None:
+        """See `SlotObserver.slot_saved`."""
+        assert isinstance(op, SlotOwner)
+        self.slots.append((op, saved))
+        self._exempt.extend(saved.exempt)
+        return None
+
+    def _sort(self) -> None:
+        known = [tensor for _, saved in self.slots for tensor in saved.buffers] + self._exempt
+        addresses = {tensor.data_ptr() for tensor in known if tensor.numel()}
+        seen = set()
+        for tensor in self._packed:
+            if tensor.layout is not torch.strided or not tensor.numel():
+                continue
+            place = tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
+            if tensor.data_ptr() in addresses or place in seen:
+                continue
+            seen.add(place)
+            self.others.append(tensor)
+        self._packed, self._exempt = [], []

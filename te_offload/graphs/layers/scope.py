@@ -1,0 +1,219 @@
+"""A layer whose forward is replaced: warm-up, capture, replay, and when it runs as it was.
+
+In: calls of the layer. Out: what the layer returns, with the layer's gradients. Keeps true: a call that a graph cannot take
+runs eagerly and is counted with its reason, or is an error, as asked; a graph that was not captured whole is never
+replayed. Does not: know memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from te_offload.errors import InputMismatchError
+from te_offload.graphs.backend import CudaBackend
+from te_offload.graphs.layers.ground import Ground
+from te_offload.graphs.layers.pair import Flight, GraphPair
+from te_offload.graphs.residents import Residents
+from te_offload.graphs.signature import Kind, Signature
+from te_offload.graphs.states import CaptureState, change
+from te_offload.ops import te_adapter
+from te_offload.slots import SlotObserver
+
+MISMATCHES = ("raise", "recapture", "eager")
+
+
+class LayerScope:
+    """Stands in for a module's ``forward``.
+
+    Args:
+        name: of the layer, for messages. module: the layer. ground: memory and stream.
+        warmup: eager runs before the capture. on_mismatch: see `capture_layers`.
+
+    Attributes:
+        reason: why it was not captured, if it could not be. replays: of the forward.
+        eager: runs after the warm-up that no graph took, by reason. recaptures: why it was captured anew, each time.
+    """
+
+    def __init__(self, name: str, module: torch.nn.Module, ground: Ground, warmup: int, on_mismatch: str) -> None:
+        self.name = name
+        self.module = module
+        self.reason: BaseException | None = None
+        self.replays = 0
+        self.eager: collections.Counter[str] = collections.Counter()
+        self.recaptures: list[str] = []
+        self._ground = ground
+        self._warmup = warmup
+        self._on_mismatch = on_mismatch
+        self._state = CaptureState.WARMING_UP
+        self._runs = 0
+        self._pair: GraphPair | None = None
+        self._signature: Signature | None = None
+        self._flags: tuple[Any, ...] = ()
+        self._residents = Residents([module], grads=False)
+        self._had = module.__dict__.get("forward")
+        self._function = module.forward
+        module.forward = self
+
+    @property
+    def state(self) -> CaptureState:
+        """What the next call does."""
+        return self._state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer.
+
+        Raises:
+            InputMismatchError: inputs of another kind, or parameters that moved.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return self._function(*args, **kwargs)  # a part of that capture
+        if self._state is CaptureState.WARMING_UP and self._runs < self._warmup:
+            return self._warm_up(args, kwargs)
+        if self._state is CaptureState.EAGER:
+            return self._function(*args, **kwargs)
+        why = _why_eagerly()
+        if why is not None:
+            return self._eagerly(why, args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        if self._state is CaptureState.CAPTURED:
+            difference = self._difference(args, kwargs, leaves)
+            if difference is not None:
+                if self._on_mismatch == "eager":
+                    return self._eagerly(difference, args, kwargs)
+                self._start_over(difference)
+                return self._warm_up(args, kwargs)
+        else:
+            self._record(args, kwargs, leaves)
+        if self._pair is None:
+            return self._function(*args, **kwargs)
+        busy = self._pair.busy()
+        if busy is not None:
+            return self._eagerly(busy, args, kwargs)
+        self.replays += 1
+        return self._replay(self._pair, leaves)
+
+    def close(self) -> None:
+        """The module's own forward again. The device must be idle. Idempotent."""
+        if self._state is CaptureState.CLOSED:
+            return
+        self._state = change(self._state, CaptureState.CLOSED)
+        if self._had is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.forward = self._had
+        self._drop()
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def _warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            self._runs += 1
+        backend = CudaBackend(self._ground.device, None, self._ground.stream)
+        return backend.warm_up(lambda: self._function(*args, **kwargs))
+
+    def _eagerly(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self.eager[why] += 1
+        return self._function(*args, **kwargs)
+
+    def _difference(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> str | None:
+        assert self._signature is not None and self._pair is not None
+        difference, _ = self._signature.difference(args, kwargs)
+        if difference is not None:
+            return difference
+        flags = _flags(self.module, leaves)
+        if flags != self._flags:
+            return f"training, autocast and requires_grad were {self._flags} and are {flags}"
+        for number, address in self._pair.chained.items():
+            if leaves[number].data_ptr() != address or not leaves[number].is_contiguous():
+                return f"{self._signature.leaves[number].name} was another layer's output, and is not"
+        return self._residents.moved()
+
+    def _record(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> None:
+        self._state = change(self._state, CaptureState.CAPTURING)
+        pair: GraphPair | None = None
+        try:
+            signature = Signature.of(args, kwargs, (), self._ground.device)
+            moving = [number for number, leaf in enumerate(signature.leaves) if leaf.kind is Kind.MOVES]
+            structure = pytree.tree_structure((tuple(args), dict(kwargs)))
+            pair = GraphPair(self._ground, self.name, self.module, self._function, structure, leaves, moving)
+            pair.record()
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            if pair is not None:
+                pair.abandon()
+            self.reason = error
+            self._state = change(self._state, CaptureState.EAGER)
+            return
+        except BaseException:
+            self._state = change(self._state, CaptureState.WARMING_UP)
+            raise
+        self._signature = signature.placed(leaves)
+        self._flags = _flags(self.module, leaves)
+        self._residents.note()
+        self._pair = pair
+        self._state = change(self._state, CaptureState.CAPTURED)
+
+    def _start_over(self, difference: str) -> None:
+        if self._on_mismatch == "raise":
+            raise InputMismatchError(
+                f"{self.name}: its graphs were captured for other inputs: {difference}. Give it what they were captured "
+                'for, or capture with on_mismatch="recapture" or "eager".'
+            )
+        self.recaptures.append(difference)
+        self._state = change(self._state, CaptureState.WARMING_UP)
+        self._runs = 0
+        self._ground.synchronize()
+        self._drop()
+
+    def _drop(self) -> None:
+        pair, self._pair = self._pair, None
+        if pair is not None:
+            pair.close()
+
+    def _replay(self, pair: GraphPair, leaves: Sequence[Any]) -> Any:
+        tensors = pair.differentiable(leaves)
+        found = _Replay.apply(pair, leaves, *tensors)  # type: ignore[no-untyped-call]
+        return pair.results(found)
+
+
+class _Replay(torch.autograd.Function):
+    """The two graphs as one node of autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: GraphPair, leaves: Sequence[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs, flight = pair.forward(leaves)
+        ctx.pair, ctx.flight = pair, flight
+        ctx.mark_non_differentiable(*pair.constant_outputs(outputs))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        pair: GraphPair = ctx.pair
+        flight: Flight = ctx.flight
+        return (None, None, *pair.backward(flight, pair.differentiable_outputs(grads)))
+
+
+def _why_eagerly() -> str | None:
+    """Why no graph may take a call now; ``None`` if one may."""
+    if not torch.is_grad_enabled():
+        return "no gradients are asked for"
+    if torch._C._current_graph_task_id() != -1:
+        return "inside a backward"
+    if te_adapter.saved_tensor_hook_active() and not isinstance(te_adapter.saved_tensor_hook_owner(), SlotObserver):
+        return "another saved-tensor hook is active"
+    if te_adapter.quantization_enabled():
+        return "quantization is on, whose state graphs of layers do not know"
+    return None
+
+
+def _flags(module: torch.nn.Module, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return module.training, autocast, tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor))

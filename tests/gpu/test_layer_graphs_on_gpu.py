@@ -1,0 +1,476 @@
+"""Layers as graphs of their own on a GPU: bits, offloading in between, memory, and calls that no graph takes."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from te_offload import Fate, OffloadSession, Reason
+from te_offload.errors import BackwardTwiceError, InputMismatchError, StaleOutputError
+from te_offload.fused import hopper
+from te_offload.graphs import CaptureState, LayerGraphs, capture_layers
+from tests.support.mlp import assert_same_bits, make_mlp
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, HIDDEN, FFN, TOKENS, LAYERS = 4, 512, 768, 4096, 4
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are Hopper's (compute capability 9.0)")
+    monkeypatch.setenv(hopper.SWITCH, "1")
+
+
+class Layer(torch.nn.Module):
+    """A norm, whose output the experts save, the experts, and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(HIDDEN, device="cuda", dtype=torch.bfloat16)
+        self.experts = make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return x + self.experts(self.norm(x), sizes, scales, sizes)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, sizes, scales)
+        return x
+
+
+def batches(count: int) -> Iterator[Batch]:
+    """Random inputs, and random routing of the same number of tokens."""
+    random = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        x = torch.randn(TOKENS, HIDDEN, generator=random).cuda().bfloat16()
+        cuts = torch.randint(0, TOKENS + 1, (EXPERTS - 1,), generator=random).sort().values.tolist()
+        sizes = torch.tensor([b - a for a, b in itertools.pairwise([0, *cuts, TOKENS])])
+        yield x, sizes.cuda(), torch.rand(TOKENS, generator=random).cuda()
+
+
+def loss_of(model: Model, batch: Batch) -> torch.Tensor:
+    loss: torch.Tensor = model(*batch).float().square().mean()
+    return loss
+
+
+def train(model: Model, batch: Batch, session: OffloadSession | None = None) -> torch.Tensor:
+    """Forward, backward, and SGD without an optimizer's state."""
+    parameters: list[torch.Tensor] = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = None
+    if session is None:
+        loss = loss_of(model, batch)
+        loss.backward()
+    else:
+        with session.step():
+            loss = loss_of(model, batch)
+            loss.backward()
+    with torch.no_grad():
+        torch._foreach_add_(parameters, [parameter.grad for parameter in parameters], alpha=-0.5)
+    return loss.detach()
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def grads(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad.clone()
+    return found
+
+
+def captured(graphs: LayerGraphs) -> None:
+    assert graphs.captured, graphs.report()
+
+
+@pytest.mark.parametrize("offloads", [False, True], ids=["no offload", "offload"])
+@pytest.mark.parametrize("virtual", [True, False], ids=["virtual", "resident"])
+def test_training_with_graphs_of_layers_gives_the_bits_of_eager_training(offloads: bool, virtual: bool) -> None:
+    eager, model = Model(), Model()
+    session = OffloadSession(model.layers, min_bytes=0, max_in_flight=0) if offloads else None
+    with capture_layers(model.layers, session=session, warmup=2, virtual=virtual, max_waiting=0) as graphs:
+        for number, batch in enumerate(batches(20)):
+            expected, found = train(eager, batch), train(model, batch, session)
+            assert torch.equal(expected, found), number
+        captured(graphs)
+        assert_same_bits(weights(eager), weights(model))
+        assert [scope.replays for scope in graphs.scopes.values()] == [18] * LAYERS, graphs.report()
+        if session is not None:
+            record = session.records[-1]
+            rows = {row.slot.value: row for row in record.slots}
+            if virtual:
+                assert record.bytes_out == record.bytes_back >= LAYERS * TOKENS * (HIDDEN + FFN) * 2
+                assert rows["fc1_input"].fate is rows["act_input"].fate is Fate.OFFLOADED
+            else:
+                assert record.bytes_out == 0
+                assert rows["fc1_input"].reason is rows["act_input"].reason is Reason.NO_VIRTUAL_MEMORY
+    if session is not None:
+        session.close()
+
+
+def test_thousand_replays_with_random_routing_give_the_bits_of_eager_steps() -> None:
+    eager, model = Model(2), Model(2)
+    session = OffloadSession(model.layers, min_bytes=0)
+    with capture_layers(model.layers, session=session) as graphs:
+        every = list(batches(25))
+        for number in range(1003):
+            expected, found = train(eager, every[number % 25]), train(model, every[number % 25], session)
+            if number % 100 == 2:
+                assert torch.equal(expected, found), number
+        captured(graphs)
+        assert_same_bits(weights(eager), weights(model))
+    session.close()
+
+
+def test_memory_of_what_is_offloaded_goes_back_between_forward_and_backward() -> None:
+    model = Model()
+    slots = LAYERS * TOKENS * (HIDDEN + FFN) * 2
+    mapped = []
+    for min_bytes in (1 << 30, 0):
+        session = OffloadSession(model.layers, min_bytes=min_bytes, max_in_flight=0)
+        with capture_layers(model.layers, session=session, max_waiting=0) as graphs:
+            for batch in batches(5):
+                train(model, batch, session)
+            for parameter in model.parameters():
+                parameter.grad = None
+            with session.step():
+                loss = loss_of(model, batch)
+                graphs.settle()
+                mapped.append(graphs.mapped_bytes)
+                loss.backward()
+            captured(graphs)
+        session.close()
+    assert mapped[0] - mapped[1] >= 0.7 * slots, (mapped, slots)  # the last layer's may still be leaving
+
+
+def test_gradients_accumulate_over_microbatches() -> None:
+    eager, model = Model(), Model()
+    every = list(batches(8))
+    with capture_layers(model.layers, warmup=2) as graphs:
+        for batch in every[:3]:
+            train(eager, batch), train(model, batch)
+        for one in (eager, model):
+            for parameter in one.parameters():
+                parameter.grad = None
+            for batch in every[3:6]:
+                loss_of(one, batch).backward()  # type: ignore[no-untyped-call]
+        captured(graphs)
+        assert_same_bits(grads(eager), grads(model))
+
+
+def test_second_forward_before_the_backward_runs_eagerly_and_both_backwards_are_right() -> None:
+    eager, model = Model(), Model()
+    every = list(batches(8))
+    with capture_layers(model.layers, warmup=2) as graphs:
+        for batch in every[:3]:
+            train(eager, batch), train(model, batch)
+        for one in (eager, model):
+            for parameter in one.parameters():
+                parameter.grad = None
+            losses = [loss_of(one, batch) for batch in every[3:5]]
+            for loss in losses:
+                loss.backward()  # type: ignore[no-untyped-call]
+        assert_same_bits(grads(eager), grads(model))
+        assert all(sum(scope.eager.values()) == 1 for scope in graphs.scopes.values()), graphs.report()
+
+
+def test_output_that_is_kept_does_not_change() -> None:
+    model = Model(1)
+    every = list(batches(8))
+    with capture_layers(model.layers, warmup=1) as graphs:
+        train(model, every[0])
+        kept = [model(*batch) for batch in every[1:4]]
+        copies = [one.clone() for one in kept]
+        for batch in every[4:]:
+            model(*batch).sum().backward()
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, other) for one, other in zip(kept, copies, strict=True))
+        captured(graphs)
+
+
+def test_gradient_that_is_kept_does_not_change() -> None:
+    model = Model(1)
+    every = list(batches(6))
+    with capture_layers(model.layers, warmup=1):
+        for batch in every[:3]:
+            train(model, batch)
+        kept = model.layers[0].norm.weight.grad
+        assert kept is not None
+        before = kept.clone()
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = loss_of(model, every[3])
+        with pytest.raises(StaleOutputError, match="is still held"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        assert torch.equal(kept, before)
+        del kept
+        train(model, every[4])
+
+
+def test_second_backward_is_an_error() -> None:
+    model = Model(1)
+    with capture_layers(model.layers, warmup=1):
+        for batch in batches(3):
+            train(model, batch)
+        loss = loss_of(model, batch)
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        with pytest.raises(BackwardTwiceError, match="second backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_evaluation_runs_eagerly_and_changes_nothing() -> None:
+    eager, model = Model(), Model()
+    with capture_layers(model.layers, warmup=2) as graphs:
+        for batch in batches(6):
+            with torch.no_grad():
+                assert torch.equal(eager(*batch), model(*batch))
+            assert torch.equal(train(eager, batch), train(model, batch))
+        captured(graphs)
+        assert all(scope.replays == 4 for scope in graphs.scopes.values()), graphs.report()
+
+
+@pytest.mark.parametrize("on_mismatch", ["raise", "recapture", "eager"])
+def test_other_inputs_raise_recapture_or_run_eagerly(on_mismatch: str) -> None:
+    eager, model = Model(1), Model(1)
+    every = list(batches(9))
+    x, _, scales = every[3]
+    half = x[: TOKENS // 2], torch.tensor([TOKENS // 2, 0, 0, 0], device="cuda"), scales[: TOKENS // 2]
+    with capture_layers(model.layers, warmup=2, on_mismatch=on_mismatch) as graphs:
+        for batch in every[:3]:
+            train(eager, batch), train(model, batch)
+        if on_mismatch == "raise":
+            with pytest.raises(InputMismatchError, match="was \\(4096, 512\\)"):
+                train(model, half)
+            return
+        for _ in range(4):
+            assert torch.equal(train(eager, half), train(model, half))
+        scope = graphs.scopes["layer0"]
+        assert scope.replays == (1 if on_mismatch == "eager" else 3), graphs.report()
+        assert_same_bits(weights(eager), weights(model))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_layer_that_waits_for_the_host_runs_eagerly_and_leaves_nothing_behind(where: str) -> None:
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            if where == "forward":
+                x.sum().item()
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            if where == "backward":
+                grad.sum().item()
+            return grad
+
+    class Waits(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = Reads.apply(super().forward(x))  # type: ignore[no-untyped-call]
+            return found
+
+    layer = Waits(1024, 1024, device="cuda")
+    x = torch.ones(2048, 1024, device="cuda")
+    layer(x).sum().backward()
+    with capture_layers(layer, warmup=1) as graphs:
+        layer(x).sum().backward()
+        assert layer.weight.grad is not None
+        expected = layer.weight.grad / 2
+        layer.zero_grad(set_to_none=False)
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        layer(x).sum().backward()
+        assert graphs.scopes["layer0"].state is CaptureState.EAGER and "could not be captured" in graphs.report()
+        torch.cuda.synchronize()
+        assert torch.equal(layer.weight.grad, expected) and gc.isenabled()
+        gc.collect()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= before + (2 << 20) and graphs.mapped_bytes == 0
+
+
+def test_random_numbers_differ_from_replay_to_replay() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(512, 512, device="cuda"), torch.nn.Dropout(0.5))
+    x = torch.ones(1024, 512, device="cuda")
+    with capture_layers(layer, warmup=1) as graphs:
+        found = []
+        for _ in range(5):
+            y = layer(x)
+            found.append(y.detach().clone())
+            y.sum().backward()
+        captured(graphs)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
+
+
+def test_close_gives_the_forward_and_the_memory_back() -> None:
+    model = Model()
+    forward = type(model.layers[0]).forward
+    batch = next(batches(1))
+    train(model, batch)
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    graphs = capture_layers(model.layers, warmup=1)
+    for _ in range(4):
+        train(model, batch)
+    captured(graphs)
+    assert graphs.held_bytes > 0
+    graphs.close()
+    graphs.close()
+    expected = grads(model)
+    train(model, batch)
+    assert set(expected) == set(grads(model)) and model.layers[0].forward.__func__ is forward
+    for parameter in model.parameters():
+        parameter.grad = None
+    expected.clear()
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= before - (64 << 20)
+    assert graphs.held_bytes == 0
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(HIDDEN, device="cuda", dtype=torch.bfloat16)
+        self.qkv = torch.nn.Linear(HIDDEN, 3 * HIDDEN, device="cuda", dtype=torch.bfloat16)
+        self.out = torch.nn.Linear(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(self.norm(x)).view(8, TOKENS // 8, 3, 8, HIDDEN // 8).permute(2, 0, 3, 1, 4)
+        mixed = torch.nn.functional.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(TOKENS, HIDDEN))
+
+
+class Router(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Linear(HIDDEN, EXPERTS, bias=False, device="cuda", dtype=torch.float32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probabilities = self.weight(x.float()).softmax(-1)
+        return probabilities.max(-1)  # type: ignore[return-value]
+
+
+class Preprocess(torch.nn.Module):
+    """Sorts tokens by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        scales, expert = self.router(x)
+        order = expert.argsort(stable=True)
+        sizes = torch.zeros(EXPERTS, device="cuda", dtype=torch.int64).scatter_add_(0, expert, torch.ones_like(expert))
+        return x[order], sizes, scales[order], order
+
+
+class Block(torch.nn.Module):
+    """Attention, router, experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.norm = torch.nn.RMSNorm(HIDDEN, device="cuda", dtype=torch.bfloat16)
+        self.preprocess = Preprocess()
+        self.experts = make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attention(x)
+        rows, sizes, scales, order = self.preprocess(self.norm(x))
+        y = self.experts(rows, sizes, scales, sizes)
+        return x.index_add(0, order, y)
+
+
+SCOPES: dict[str, Callable[[Block], torch.nn.Module]] = {
+    "attention": lambda block: block.attention,
+    "router": lambda block: block.preprocess.router,
+    "router and preprocess": lambda block: block.preprocess,
+    "experts": lambda block: block.experts,
+    "layer": lambda block: block,
+}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_scopes_of_a_transformer_layer_are_captured_with_eager_neighbours_and_offload(scope: str) -> None:
+    stacks = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        stacks.append(torch.nn.ModuleList(Block() for _ in range(2)))
+    every = [x for x, _, _ in batches(8)]
+    session = OffloadSession(stacks[1], min_bytes=0, max_in_flight=0)
+    with capture_layers([SCOPES[scope](block) for block in stacks[1]], session=session, warmup=2) as graphs:  # type: ignore[arg-type]
+        for x in every:
+            results = []
+            for number, stack in enumerate(stacks):
+                for parameter in stack.parameters():
+                    parameter.grad = None
+                y = x
+                if number:
+                    with session.step():
+                        for block in stack:
+                            y = block(y)
+                        y.float().square().mean().backward()
+                else:
+                    for block in stack:
+                        y = block(y)
+                    y.float().square().mean().backward()
+                results.append((y.detach().clone(), grads(stack)))
+                del y
+            assert torch.equal(results[0][0], results[1][0])
+            assert_same_bits(results[0][1], results[1][1])
+        captured(graphs)
+        rows = {row.slot.value: row for row in session.records[-1].slots}
+        assert rows["act_input"].fate is Fate.OFFLOADED, session.report()
+        if scope == "experts":
+            assert rows["fc1_input"].reason is Reason.CROSSES_BORDER
+        else:
+            assert rows["fc1_input"].fate is Fate.OFFLOADED
+    session.close()
+
+
+def test_checkpointed_layers_run_eagerly() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    eager, model = Model(), Model()
+    every = list(batches(5))
+    with capture_layers(model.layers, warmup=2) as graphs:
+        for batch in every[:3]:
+            train(eager, batch), train(model, batch)
+        x, sizes, scales = every[3]
+        results = []
+        for one in (eager, model):
+            for parameter in one.parameters():
+                parameter.grad = None
+            y = x
+            for layer in one.layers:
+                y = checkpoint(layer, y, sizes, scales, use_reentrant=False)
+            y.float().square().mean().backward()
+            results.append(grads(one))
+        assert_same_bits(*results)
+        assert all("another saved-tensor hook is active" in scope.eager for scope in graphs.scopes.values())
