@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import time
 
 import torch
 
@@ -46,6 +47,21 @@ class HostSettings:
     reserve: int = 0
 
 
+@dataclasses.dataclass
+class Delay:
+    """What came of queuing copies out only after something else had been launched.
+
+    Attributes:
+        commits: forwards whose copies were. won: seconds of the host that the launch did not wait for.
+        late: seconds from the end of those forwards to their copies being queued. forced: commits that nothing went before.
+    """
+
+    commits: int = 0
+    won: float = 0.0
+    late: float = 0.0
+    forced: int = 0
+
+
 class Engine:
     """Offloads what forwards save.
 
@@ -60,6 +76,7 @@ class Engine:
         visits: the forwards of this step, or of the last one.
         steps: how many are over. times_next: whether the next one is timed in any case.
         owned_storages: of the parameters of layers, as far as looked up in this step.
+        delays: whether copies out are queued by `commit_delayed`. delay: what that has won and lost.
     """
 
     def __init__(
@@ -92,6 +109,9 @@ class Engine:
         self._growth_steps = growth_steps
         self._captured = False  # whether this step is
         self._last_timed: StepRecord | None = None  # of those that are no longer among the last steps
+        self.delays = False
+        self.delay = Delay()
+        self._delayed: tuple[LayerVisit, float] | None = None
         self._finished: collections.deque[FinishedStep | StepRecord] = collections.deque(maxlen=HISTORY)
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -133,6 +153,28 @@ class Engine:
         self.visits.append(visit)
         return visit
 
+    def end_visit(self, visit: LayerVisit) -> None:
+        """A forward has ended: its copies out are queued, now or later."""
+        self.commit_delayed()
+        if self.delays:
+            visit.close()
+            self._delayed = visit, time.perf_counter()
+        else:
+            visit.commit()
+
+    def commit_delayed(self, *, asked: bool = False) -> None:
+        """Queue the copies out that were put off. ``asked``: by who has launched something in between."""
+        if self._delayed is not None:
+            (visit, ended), self._delayed = self._delayed, None
+            began = time.perf_counter()
+            visit.load()
+            if asked:
+                self.delay.commits += 1
+                self.delay.won += time.perf_counter() - began
+                self.delay.late += began - ended
+            else:
+                self.delay.forced += 1
+
     def end_step(self, *, unseen: int = 0, growth: float = 1.0) -> None:
         """The step is over: leave nothing behind, and keep what its record needs.
 
@@ -140,6 +182,7 @@ class Engine:
             unseen: forwards that nobody looked at. If there are no others, the step has no record.
             growth: how much more host memory than this one a later step may need.
         """
+        self.commit_delayed()
         ended = self.mover.transfer.mark()
         self.mover.finish_use()
         abandoned = sum(cargo.slots for visit in self.visits for cargo in visit.cargos if cargo.lease)

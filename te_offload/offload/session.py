@@ -23,7 +23,7 @@ from te_offload.fused.calls import Fusion, fusions_in
 from te_offload.fused.window import named_slot_owners
 from te_offload.offload.attachment import Attachment
 from te_offload.offload.decide import Rules
-from te_offload.offload.engine import GROWTH_STEPS, Engine, HostSettings
+from te_offload.offload.engine import GROWTH_STEPS, Delay, Engine, HostSettings
 from te_offload.offload.mover import Home
 from te_offload.offload.plan import Plan
 from te_offload.offload.planner import Planner
@@ -126,6 +126,7 @@ class OffloadSession:
         self._quiet = Quiet()
         self._open: list[tuple[Attachment, LayerVisit]] = []
         self._homes: list[Home] = []
+        self._delays = False
         self._outer_hooks: Any = None
         try:
             for number, module in enumerate(modules):
@@ -259,6 +260,24 @@ class OffloadSession:
         if self._engine is not None:
             self._engine.mover.homes = self._homes
 
+    def delay_commits(self, *, on: bool) -> None:
+        """From now on a forward's copies out are queued by `commit_delayed`, or where they can wait no longer: when another
+        layer's forward ends, the backward begins or the step ends.
+        """
+        self._delays = on
+        if self._engine is not None:
+            self._engine.delays = on
+
+    def commit_delayed(self) -> None:
+        """Queue the copies out of the forward that ended last, which something else has just gone before."""
+        if self._engine is not None:
+            self._engine.commit_delayed(asked=True)
+
+    @property
+    def delay(self) -> Delay | None:
+        """What delaying has won and lost so far."""
+        return self._engine.delay if self._engine is not None else None
+
     def remove_home(self, home: Home) -> None:
         """The opposite of `add_home`; nothing of the home may be on the host."""
         self._homes.remove(home)
@@ -280,6 +299,7 @@ class OffloadSession:
         if self._engine is None:
             self._engine = Engine(self._device, self._rules, self._host, self._max_in_flight, verify=self._verify)
             self._engine.mover.homes = self._homes
+            self._engine.delays = self._delays
         if self._rules.enabled and not self._captures:  # a graph has the rules of the step before it
             self._engine.rules = self._planner.rules_for_next_step(self._rules, self._engine)
         self._engine.begin_step(captured=self._captures)
@@ -358,7 +378,8 @@ class OffloadSession:
         if failed:
             visit.abort()
         else:
-            visit.commit()
+            assert self._engine is not None
+            self._engine.end_visit(visit)
 
     def _pop(self) -> LayerVisit:
         attachment, visit = self._open.pop()

@@ -375,6 +375,7 @@ class LayerVisit(SlotObserver):
 
     def first_read(self) -> None:
         """The backward reads the first tensor of this forward."""
+        self._engine.commit_delayed()
         self.read = True
         self._engine.returns.read(self)
 

@@ -2,8 +2,9 @@
 
 In: zones of addresses, their owners coming and going, and marks of the device. Out: zones with memory and without. Keeps
 true: a zone has memory while it has an owner, and afterwards until the device has passed a mark that was made later; what
-waits for such marks stays within a bound, for which the host waits; memory that leaves one zone goes to the next. Does
-not: know what lies in a zone, or copy it.
+waits for such marks stays within a bound, for which the host waits; memory that leaves one zone goes to the next. Zones
+that only one replay at a time uses, and needs nothing of from one to the next, have the same memory, for good. Does not:
+know what lies in a zone, or copy it.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ class Zone:
 
     Attributes:
         begin, nbytes: which. owners: how many. mapped: the memory behind them, as (memory, bytes).
+        scratch: whether it shares its memory with others.
     """
 
-    __slots__ = ("begin", "mapped", "nbytes", "owners", "ticket")
+    __slots__ = ("begin", "mapped", "nbytes", "owners", "scratch", "ticket")
 
     def __init__(self, begin: int, nbytes: int) -> None:
         self.begin = begin
         self.nbytes = nbytes
         self.owners = 0
         self.mapped: list[tuple[int, int]] = []
+        self.scratch = False
         self.ticket = 0  # of its last place among those that wait
 
     @property
@@ -45,7 +48,8 @@ class Bank:
     """Memory of a device, and the zones that have it.
 
     Args:
-        memory: the device. max_waiting: most bytes that wait only for the device to pass a mark.
+        memory: the device.
+        max_waiting: most bytes that wait only for the device to pass a mark; ``None``: as many as the largest `allow` said.
         make_room: asks others for memory when the device has no more.
 
     Attributes:
@@ -53,9 +57,10 @@ class Bank:
         waits: how often the host has waited for the device.
     """
 
-    def __init__(self, memory: VirtualMemory, max_waiting: int, make_room: Callable[[], None]) -> None:
+    def __init__(self, memory: VirtualMemory, max_waiting: int | None, make_room: Callable[[], None]) -> None:
         self.memory = memory
-        self.max_waiting = max_waiting
+        self.max_waiting = max_waiting or 0
+        self._adapts = max_waiting is None
         self.held = 0
         self.mapped = 0
         self.most_held = 0
@@ -68,6 +73,30 @@ class Bank:
         self._waiting: collections.deque[tuple[Mark, Zone, int]] = collections.deque()
         self._waiting_bytes = 0
         self._tickets = 0
+        self._scratch: dict[int, list[int]] = {}
+        self._scratch_zones = 0
+
+    def allow(self, nbytes: int) -> None:
+        """A layer gives up so many bytes at a time."""
+        if self._adapts:
+            self.max_waiting = max(self.max_waiting, nbytes)
+
+    def share(self, zones: Sequence[Zone]) -> None:
+        """Give zones of one graph the memory that those of other graphs have, for good; new memory only where it lacks."""
+        left = {length: list(memories) for length, memories in self._scratch.items()}
+        for zone in zones:
+            pieces = []
+            for length in self.pieces(zone.nbytes):
+                if left.get(length):
+                    memory = left[length].pop()
+                else:
+                    memory = self._take(length)
+                    self._scratch.setdefault(length, []).append(memory)
+                    self.mapped += length
+                pieces.append((memory, length))
+            self.memory.map(zone.begin, pieces)
+            zone.mapped, zone.scratch = pieces, True
+            self._scratch_zones += 1
 
     def pieces(self, nbytes: int) -> list[int]:
         """Lengths of the pieces of memory of a zone."""
@@ -132,6 +161,15 @@ class Bank:
         """Take the memory from a zone that nobody owns, and that the device does not use, now."""
         self.memory.unmap(zone.begin, zone.nbytes)
         pieces, zone.mapped = zone.mapped, []
+        if zone.scratch:
+            self._scratch_zones -= 1
+            if not self._scratch_zones:
+                for length, memories in self._scratch.items():
+                    self.mapped -= length * len(memories)
+                    for memory in memories:
+                        self._give(memory, length)
+                self._scratch = {}
+            return
         zone.ticket = 0
         self.mapped -= zone.nbytes
         for memory, length in pieces:

@@ -5,7 +5,7 @@ In: a device. Out: `Ground`. Keeps true: addresses are given back when nobody ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -25,9 +25,10 @@ class Ground:
 
     Attributes:
         resident: why memory stays behind its addresses for good; ``None``: it does not.
+        launched: called when a forward's graph has been launched.
     """
 
-    def __init__(self, device: torch.device, *, virtual: bool, max_waiting: int) -> None:
+    def __init__(self, device: torch.device, *, virtual: bool, max_waiting: int | None) -> None:
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         self.stream = torch.cuda.Stream(self.device)
         self.resident: str | None = None
@@ -45,10 +46,22 @@ class Ground:
         self.transfer.timed = False
         self._outputs: set[int] = set()
         self._given_up: set[int] = set()
+        self.launched: Callable[[], None] = _nothing
+        self._replays_on: torch.cuda.Stream | None = None
 
     def order(self) -> None:
         """What has been let go of so far is used by nothing that is queued on the current stream from now on."""
         self.bank.order(self.transfer.mark)
+
+    def begin_replay(self) -> None:
+        """A replay is queued next; graphs share scratch memory, so it comes after those before it on any stream."""
+        self.order()
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        before = self._replays_on
+        if before is None or before.cuda_stream != handle:
+            self._replays_on = torch.cuda.current_stream(self.device)
+            if before is not None:
+                self._replays_on.wait_stream(before)
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -79,3 +92,7 @@ class Ground:
         """Give back what nobody uses. The device must be idle."""
         self.give_up(())
         self.bank.close()
+
+
+def _nothing() -> None:
+    """Nobody waits for a launch."""

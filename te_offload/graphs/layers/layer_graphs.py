@@ -26,8 +26,9 @@ def capture_layers(
     session: OffloadSession | None = None,
     warmup: int = 3,
     on_mismatch: str = "raise",
+    delay_commits: bool = False,
     virtual: bool = True,
-    max_waiting: int | str = "256MiB",
+    max_waiting: int | str | None = None,
 ) -> LayerGraphs:
     """Have each layer's forward and backward replayed as a CUDA graph, from its fourth forward on.
 
@@ -42,9 +43,12 @@ def capture_layers(
         warmup: eager forwards with gradients before a layer is captured, one or more.
         on_mismatch: for inputs of another kind, or parameters that moved: ``"raise"`` an `InputMismatchError`,
             ``"recapture"`` after a new warm-up, or run ``"eager"`` this time.
+        delay_commits: have the session queue a layer's copies out only when the next layer's graph has been launched. The
+            report says what host time that took from before the launch, and how much later the copies were queued.
         virtual: give memory that a layer does not use back, by virtual memory of the GPU. Where there is none, or not
             asked for, all memory of the graphs stays, and no slot in them goes.
         max_waiting: most bytes that wait only for the GPU to be done with them; beyond, the host waits for the GPU.
+            ``None``: what the largest layer gives up, so that the host is about a layer ahead.
 
     Raises:
         ArgumentError: no layers, a layer twice or inside another, no warm-up, or an unknown ``on_mismatch``.
@@ -56,12 +60,13 @@ def capture_layers(
         raise ArgumentError(f"warmup must be 1 or more runs, since kernels are loaded in them, but is {warmup!r}.")
     if on_mismatch not in MISMATCHES:
         raise ArgumentError(f"on_mismatch must be one of {', '.join(MISMATCHES)}, but is {on_mismatch!r}.")
-    waiting = parse_bytes(max_waiting, "max_waiting")
+    waiting = None if max_waiting is None else parse_bytes(max_waiting, "max_waiting")
     devices = {parameter.device for module in named.values() for parameter in module.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         found = ", ".join(sorted(map(str, devices))) or "no device"
         raise CaptureError(f"Nothing to capture: the layers are on {found}. Graphs of layers need them on one GPU.")
-    return LayerGraphs(named, Ground(devices.pop(), virtual=virtual, max_waiting=waiting), session, warmup, on_mismatch)
+    ground = Ground(devices.pop(), virtual=virtual, max_waiting=waiting)
+    return LayerGraphs(named, ground, session, warmup, on_mismatch, delay_commits)
 
 
 class LayerGraphs:
@@ -78,12 +83,16 @@ class LayerGraphs:
         session: OffloadSession | None,
         warmup: int,
         on_mismatch: str,
+        delay_commits: bool,
     ) -> None:
         self._ground = ground
         self._session = session
         self.scopes: dict[str, LayerScope] = {}
         if session is not None:
             session.add_home(ground.space)
+            if delay_commits:
+                session.delay_commits(on=True)
+                ground.launched = session.commit_delayed
         for name, module in layers.items():
             self.scopes[name] = LayerScope(name, module, ground, warmup, on_mismatch)
         self._finalizer = weakref.finalize(self, _close, list(self.scopes.values()), ground)  # also when Python ends
@@ -113,6 +122,7 @@ class LayerGraphs:
         """Wait for the GPU, and take the memory from all addresses that nobody uses."""
         self._ground.order()
         self._ground.bank.settle()
+        self._ground.give_up(())
 
     def report(self) -> str:
         """A line a layer, and what memory the graphs hold."""
@@ -131,6 +141,13 @@ class LayerGraphs:
             f"memory of the graphs: {format_bytes(bank.held)}, at most {format_bytes(bank.most_held)}; behind addresses "
             f"now: {format_bytes(bank.mapped)}; the host waited for the GPU {bank.waits} times"
         )
+        delay = self._session.delay if self._session is not None else None
+        if delay is not None and delay.commits + delay.forced:
+            lines.append(
+                f"{delay.commits} commits came after a launch: {1e3 * delay.won:.2f} ms of the host that no launch waited "
+                f"for, copies queued {1e3 * delay.late / max(delay.commits, 1):.3f} ms later each; {delay.forced} had no "
+                "launch to come after"
+            )
         if self._ground.resident is not None:
             lines.append(f"all of it stays: {self._ground.resident}")
         return "\n".join(lines)
@@ -148,6 +165,7 @@ class LayerGraphs:
         _close(list(self.scopes.values()), self._ground)
         if self._session is not None:
             self._session.remove_home(self._ground.space)
+            self._session.delay_commits(on=False)
 
     def __enter__(self) -> LayerGraphs:
         """Itself."""

@@ -20,14 +20,13 @@ from torch.utils import _pytree as pytree
 
 from te_offload.errors import BackwardTwiceError, CaptureError, StaleOutputError
 from te_offload.graphs.backend import CudaBackend, CudaRecording, Pool
+from te_offload.graphs.layers.buffers import Buffers
 from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.items import Extents, Item, grouped, made
 from te_offload.graphs.layers.pool import Extent, SegmentPool, segment_lengths
 from te_offload.graphs.layers.recorder import Recorder
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import Reason, SavedSlot, SaveState, SlotHandle, Watch
-
-_ALIGNMENT = 512  # bytes, as torch's allocator has it
 
 
 @dataclass
@@ -57,10 +56,11 @@ class Flight:
 
     Attributes:
         inputs: what it read. carried: memory that its backward reads. slots, packed: what a session or a hook has.
-        plain: saved tensors that nobody took.
+        plain: saved tensors that nobody took. kept: which differentiable inputs are leaves, whose gradients are kept.
     """
 
     inputs: Sequence[Any]
+    kept: Sequence[int] = ()
     carried: list[torch.UntypedStorage] = field(default_factory=list)
     slots: list[tuple[tuple[Item, ...], SlotHandle]] = field(default_factory=list)
     packed: list[tuple[Item, Callable[[Any], Any], Any]] = field(default_factory=list)
@@ -98,11 +98,11 @@ class GraphPair:
         self.chained = {number: leaves[number].data_ptr() for number in moving if ground.wrote(leaves[number])}
         self._moving = [number for number in moving if number not in self.chained]
         own = [leaves[number] for number in self._moving]
-        self._inputs = _Buffers(ground, own)
+        self._inputs = Buffers(ground, own)
         self._differentiable = [number for number in moving if leaves[number].requires_grad]
         self._segments: list[int] = []
         self._pools: list[SegmentPool] = []
-        self._grads: _Buffers | None = None
+        self._grads: Buffers | None = None
 
     # Capture ---------------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class GraphPair:
         run = self._run(*rehearsal, grad_outputs=None)
         lengths = [segment_lengths(pool.handle) if pool.handle is not None else [] for pool in rehearsal]
         outputs = [one for one in run.outputs if isinstance(one, torch.Tensor) and one.requires_grad]
-        self._grads = _Buffers(ground, outputs)
+        self._grads = Buffers(ground, outputs)
         _close(run)
         del run, outputs
         pools = [SegmentPool(ground.space, each, ground.stream) for each in lengths]
@@ -130,6 +130,7 @@ class GraphPair:
         finally:
             del inputs, grads
         self._forward, self._backward = run.forward, run.backward
+        self._leaves = []
         self._structure_out = run.structure
 
     def _run(self, forward: Pool, backward: Pool, grad_outputs: list[torch.Tensor] | None) -> _Run:
@@ -154,7 +155,12 @@ class GraphPair:
                 result = self._function(*args, **kwargs)
             return pytree.tree_map_only(torch.Tensor, lambda one: _own(one, elsewhere), result)
 
-        recording, result = CudaBackend(ground.device, forward, ground.stream).record(run_forward, ())
+        try:
+            recording, result = CudaBackend(ground.device, forward, ground.stream).record(run_forward, ())
+        except BaseException:
+            leaves.clear()  # the exception's frames keep functions, and those what they refer to
+            recorder.clear()
+            raise
         run = _Run(recording, None, *pytree.tree_flatten(result), recorder, [])
         del result
         if grad_outputs is not None:
@@ -178,6 +184,9 @@ class GraphPair:
         try:
             run.backward, run.gradients = CudaBackend(ground.device, backward, ground.stream).record(run_backward, ())
         except BaseException:
+            for one in (leaves, wanted, given, edges, run.outputs):
+                one.clear()
+            run.recorder.clear()
             run.forward.close()
             raise
         return run
@@ -242,22 +251,27 @@ class GraphPair:
         self._output_extents = sorted(set(outputs))
         self._gradient_extents = sorted({item.extent for item in self._gradients if item is not None})
         self._ground.synchronize()
-        pools[0].seal([outputs, self._taken, self._carried])
-        pools[1].seal([self._gradient_extents])
+        groups = [[*outputs, *self._taken, *self._carried], self._gradient_extents]
+        self._whole = [pool.seal(ranges) for pool, ranges in zip(pools, groups, strict=True)]
         for pool in pools:
             self._segments += pool.segments
         space = self._ground.space
-        self._whole = [[zone for begin in pool.segments for zone in space.zones_of(begin)] for pool in pools]
+        space.bank.allow(sum(zone.nbytes for zones in self._whole for zone in zones))
+        self._zones = {extent: space.zones(*extent) for group in groups for extent in group}
         self._ground.add_outputs([item.address for item in self._outputs if item is not None])
 
     # Replay ----------------------------------------------------------------------------------------------------------
 
-    def busy(self) -> str | None:
-        """Why the forward cannot be replayed now: something of an earlier replay is in use; ``None`` if nothing is."""
+    def busy(self, leaves: Sequence[Any]) -> str | None:
+        """Why the forward cannot be replayed now: something of an earlier replay is in use, or an input is not where the
+        graph reads it; ``None`` if it can.
+        """
         space = self._ground.space
-        for what, extents in (("an output", self._output_extents), ("a saved tensor", [*self._taken, *self._carried])):
-            if any(space.is_owned(*extent) for extent in extents):
-                return f"{what} of an earlier call is in use"
+        for number, address in self.chained.items():
+            if leaves[number].data_ptr() != address or not leaves[number].is_contiguous():
+                return "an input was another layer's output, and is not"
+        if space.are_owned(self._whole[0]):
+            return "an output or a saved tensor of an earlier call is in use"
         if self._inputs.in_use():
             return "an input of an earlier call is in use"
         return None
@@ -285,18 +299,20 @@ class GraphPair:
     def forward(self, leaves: Sequence[Any]) -> tuple[list[torch.Tensor], Flight]:
         """Replay it: its output tensors, and what its backward needs."""
         ground, space = self._ground, self._ground.space
-        ground.order()
+        ground.begin_replay()
         space.bank.occupy(self._whole[0])
         try:
             storage = self._inputs.storage()
             self._inputs.fill(storage, [leaves[number] for number in self._moving])
             self._forward.replay()
-            saved = {extent: space.storage(*extent) for extent in (*self._taken, *self._carried)}
-            outputs = {extent: saved.get(extent) or space.storage(*extent) for extent in self._output_extents}
+            ground.launched()
+            saved = {extent: self._storage(extent) for extent in (*self._taken, *self._carried)}
+            outputs = {extent: saved.get(extent) or self._storage(extent) for extent in self._output_extents}
         finally:
             space.bank.drop(self._whole[0])
         results = [item.over(outputs) for item in self._outputs if item is not None]
-        flight = Flight([storage, [leaves[number] for number in self.chained]])
+        kept = [place for place, number in enumerate(self._differentiable) if leaves[number].is_leaf]
+        flight = Flight([storage, [leaves[number] for number in self.chained]], kept)
         if self._backward is not None:
             flight.carried = [saved[extent] for extent in self._carried]
             self._hand_over(flight, saved)
@@ -340,7 +356,7 @@ class GraphPair:
         assert self._backward is not None
         ground, space = self._ground, self._ground.space
         self._keep_gradients()
-        ground.order()
+        ground.begin_replay()
         held: list[Any] = []
         for items, handle in flight.slots:
             held += self._in_place(items, handle.take())
@@ -352,7 +368,7 @@ class GraphPair:
             storage = self._grads.storage()
             self._grads.fill(storage, grads)
             self._backward.replay()
-            storages = {extent: space.storage(*extent) for extent in self._gradient_extents}
+            storages = {extent: self._storage(extent) for extent in self._gradient_extents}
         finally:
             space.bank.drop(self._whole[1])
         tensors = iter(made(self._runs, storages))
@@ -360,17 +376,23 @@ class GraphPair:
             constant if item is None else next(tensors)
             for item, constant in zip(self._gradients, self._constants, strict=True)
         ]
+        for place in flight.kept:
+            grad = results[place]
+            results[place] = None if grad is None else grad.clone()
         flight.inputs, flight.carried, flight.slots, flight.packed, flight.plain = (), [], [], [], []
         del held, storage, storages, tensors
         ground.order()
         return results
+
+    def _storage(self, extent: Extent) -> torch.UntypedStorage:
+        return self._ground.space.storage(*extent, self._zones[extent])
 
     def _in_place(self, items: Sequence[Item], tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Tensors that came back, at the addresses that the graph reads."""
         held: list[Any] = []
         for item, tensor in zip(items, tensors, strict=True):
             if tensor.data_ptr() != item.address:
-                storage = self._ground.space.storage(*item.extent)
+                storage = self._storage(item.extent)
                 held.append(storage)
                 item.over({item.extent: storage}).copy_(tensor)
             held.append(tensor)
@@ -379,7 +401,7 @@ class GraphPair:
     def _keep_gradients(self) -> None:
         """Gradients of the backward before that are still held move to memory of their own."""
         space = self._ground.space
-        owned = {extent for extent in self._gradient_extents if space.is_owned(*extent)}
+        owned = {extent for extent in self._gradient_extents if space.are_owned(self._zones[extent])}
         if not owned:
             return
         items = self._gradients[len(self._differentiable) :]
@@ -389,7 +411,7 @@ class GraphPair:
                 parameter.grad = grad.clone()
                 del grad
         for extent in owned:
-            if space.is_owned(*extent):
+            if space.are_owned(self._zones[extent]):
                 raise StaleOutputError(
                     f"{self.name}: a gradient of its last backward ({extent.nbytes} bytes) is still held, and this "
                     "backward would write over it. Clone gradients that you keep."
@@ -419,61 +441,6 @@ class GraphPair:
         assert self._grads is not None
         self._ground.give_up([*self._segments, *self._inputs.segments, *self._grads.segments])
         self._leaves, self._constants = [], []
-
-
-class _Buffers:
-    """Static copies of some tensors, one behind the other.
-
-    Args:
-        ground: where. tensors: like which.
-    """
-
-    def __init__(self, ground: Ground, tensors: Sequence[torch.Tensor]) -> None:
-        self._space = ground.space
-        places, end = [], 0
-        for tensor in tensors:
-            nbytes = tensor.numel() * tensor.element_size()
-            places.append((end, tensor.dtype, tensor.size(), nbytes))
-            end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.segments = [ground.space.add_segment(end)] if end else []
-        self._nbytes = end
-        self._items = [
-            Item(Extent(self.segments[0] if end else 0, end), offset, dtype, size, _dense(size))
-            for offset, dtype, size, _ in places
-        ]
-
-    def storage(self) -> Any:
-        """Their memory."""
-        if not self.segments:
-            return torch.UntypedStorage(0, device=self._space.device)
-        return self._space.storage(self.segments[0], self._nbytes)
-
-    def in_use(self) -> bool:
-        """Whether someone holds it."""
-        return bool(self.segments) and self._space.is_owned(self.segments[0], self._nbytes)
-
-    def tensors(self, storage: Any) -> list[torch.Tensor]:
-        """Over their memory."""
-        return [
-            item.over({item.extent: storage})
-            if item.size.numel()
-            else torch.empty(item.size, dtype=item.dtype, device=self._space.device)
-            for item in self._items
-        ]
-
-    def fill(self, storage: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy others into it."""
-        if self._items:
-            with torch.no_grad():
-                torch._foreach_copy_(self.tensors(storage), list(tensors))
-
-
-def _dense(size: Sequence[int]) -> tuple[int, ...]:
-    stride, found = 1, []
-    for length in reversed(size):
-        found.append(stride)
-        stride *= length
-    return tuple(reversed(found))
 
 
 def _own(tensor: torch.Tensor, elsewhere: set[int]) -> torch.Tensor:

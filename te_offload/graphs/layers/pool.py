@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_offload.graphs.layers.bank import Zone
 from te_offload.graphs.layers.space import Space
 
 _SMALL = (
@@ -76,11 +77,12 @@ class SegmentPool:
             if block["state"] != "inactive"
         ]
 
-    def seal(self, ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """The graph is captured, and the device does nothing with the pool: from now on zones have memory while owned.
+    def seal(self, ranges: Sequence[tuple[int, int]]) -> list[Zone]:
+        """The graph is captured, and the device does nothing with the pool: from now on zones have memory while owned, but
+        what lies in no range has the memory of all graphs' such zones. Those with an owner.
 
         Args:
-            ranges: addresses that live together, in several groups.
+            ranges: addresses that live together.
         """
         self.sealed = True
         bank = self._space.bank
@@ -90,8 +92,15 @@ class SegmentPool:
         for zone in zones:
             if not zone.owners:
                 bank.take_back(zone)
+        owned: list[Zone] = []
+        scratch: list[Zone] = []
         for segment in self.segments:
-            self._space.cut(segment, [one for group in ranges for one in group])
+            with_ranges, without = self._space.cut(segment, ranges)
+            owned += with_ranges
+            scratch += without
+        if ranges:
+            bank.share(scratch)
+        return owned
 
     def _allocate(self, nbytes: int, device: int, stream: int | None) -> int:
         for begin, length in self._ready.items():

@@ -29,6 +29,10 @@ class Recorder(SlotObserver):
         self._packed: list[torch.Tensor] = []
         self._exempt: list[torch.Tensor] = []
 
+    def clear(self) -> None:
+        """Forget all."""
+        self.slots, self.others, self._packed, self._exempt = [], [], [], []
+
     @contextmanager
     def watching(self, module: torch.nn.Module) -> Iterator[None]:
         """Stand in for the observers of a module's ops, and above all hooks."""

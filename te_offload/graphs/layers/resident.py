@@ -1,12 +1,16 @@
 """Memory at addresses for good, where a GPU has no virtual memory.
 
-In: numbers of bytes. Out: the same calls as `virtual.CudaVirtualMemory` has, of memory of torch's allocator. Keeps true:
+In: numbers of bytes. Out: the same calls as `virtual.CudaVirtualMemory` has, of plain memory of CUDA's. Keeps true:
 addresses have their memory as long as they are reserved. Does not: give anything back before.
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
+
+from te_offload.errors import UnsupportedError
 
 
 class ResidentMemory:
@@ -20,18 +24,28 @@ class ResidentMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._reserved: dict[int, torch.Tensor] = {}
+        major = (torch.version.cuda or "0").split(".")[0]
+        self._runtime = ctypes.CDLL(f"libcudart.so.{major}")  # torch's own, loaded already
+        self._whole: dict[int, int] = {}
 
     def reserve(self, nbytes: int) -> int:
         """See `VirtualMemory.reserve`."""
-        whole = torch.empty(nbytes + self.granule, dtype=torch.uint8, device=self._device)
-        address = -(-whole.data_ptr() // self.granule) * self.granule
-        self._reserved[address] = whole
+        whole = ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            code = self._runtime.cudaMalloc(ctypes.byref(whole), ctypes.c_size_t(nbytes + self.granule))
+        if code or whole.value is None:
+            raise torch.OutOfMemoryError(
+                f"No {nbytes} bytes of GPU memory are left for the layers' graphs (error {code})."
+            )
+        address = -(-whole.value // self.granule) * self.granule
+        self._whole[address] = whole.value
         return address
 
     def free(self, address: int, nbytes: int) -> None:
         """See `VirtualMemory.free`."""
-        del self._reserved[address]
+        code = self._runtime.cudaFree(ctypes.c_void_p(self._whole.pop(address)))
+        if code:
+            raise UnsupportedError(f"cudaFree failed: error {code}.")
 
     def create(self, nbytes: int) -> int | None:
         """See `VirtualMemory.create`."""

@@ -8,6 +8,7 @@ replayed. Does not: know memory.
 from __future__ import annotations
 
 import collections
+import gc
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,7 +94,7 @@ class LayerScope:
             self._record(args, kwargs, leaves)
         if self._pair is None:
             return self._function(*args, **kwargs)
-        busy = self._pair.busy()
+        busy = self._pair.busy(leaves)
         if busy is not None:
             return self._eagerly(busy, args, kwargs)
         self.replays += 1
@@ -130,9 +131,6 @@ class LayerScope:
         flags = _flags(self.module, leaves)
         if flags != self._flags:
             return f"training, autocast and requires_grad were {self._flags} and are {flags}"
-        for number, address in self._pair.chained.items():
-            if leaves[number].data_ptr() != address or not leaves[number].is_contiguous():
-                return f"{self._signature.leaves[number].name} was another layer's output, and is not"
         return self._residents.moved()
 
     def _record(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> None:
@@ -146,6 +144,7 @@ class LayerScope:
             pair.record()
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
+            gc.collect()  # what the layer made lies in the graphs' memory
             if pair is not None:
                 pair.abandon()
             self.reason = error
@@ -154,6 +153,7 @@ class LayerScope:
         except BaseException:
             self._state = change(self._state, CaptureState.WARMING_UP)
             raise
+        torch.cuda.empty_cache()  # of what the warm-up and the rehearsal took
         self._signature = signature.placed(leaves)
         self._flags = _flags(self.module, leaves)
         self._residents.note()

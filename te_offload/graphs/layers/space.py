@@ -53,8 +53,8 @@ class Space:
         self._insert([Zone(begin, nbytes)])
         return begin
 
-    def cut(self, segment: int, ranges: Iterable[tuple[int, int]]) -> None:
-        """Cut a segment, which nobody owns and which has no memory, into zones.
+    def cut(self, segment: int, ranges: Iterable[tuple[int, int]]) -> tuple[list[Zone], list[Zone]]:
+        """Cut a segment, which nobody owns and which has no memory, into zones: those of some ranges, and those of none.
 
         Args:
             segment: its first address. ranges: of addresses (begin, bytes) that live together. Granules of the same ranges
@@ -75,6 +75,8 @@ class Space:
             else:
                 zones.append(Zone(segment + number * granule, granule))
         self._insert(zones)
+        used = {zone.begin for zone in zones if owners[(zone.begin - segment) // granule]}
+        return [zone for zone in zones if zone.begin in used], [zone for zone in zones if zone.begin not in used]
 
     def drop_segment(self, segment: int) -> None:
         """Give addresses back, which nobody owns and which have no memory."""
@@ -91,14 +93,19 @@ class Space:
         """Those of a segment."""
         return self.zones(segment, self._segments[segment])
 
-    def is_owned(self, begin: int, nbytes: int) -> bool:
-        """Whether a zone of some addresses has an owner."""
+    def are_owned(self, zones: Iterable[Zone]) -> bool:
+        """Whether one of some zones has an owner."""
         self.bank.count()
-        return any(zone.owners for zone in self.zones(begin, nbytes))
+        return any(zone.owners for zone in zones)
 
-    def storage(self, begin: int, nbytes: int) -> torch.UntypedStorage:
-        """Addresses as a storage; they have memory until it is gone. What lies there is undefined if nobody owned them."""
-        zones = self.zones(begin, nbytes)
+    def storage(self, begin: int, nbytes: int, zones: Sequence[Zone] | None = None) -> torch.UntypedStorage:
+        """Addresses as a storage; they have memory until it is gone. What lies there is undefined if nobody owned them.
+
+        Args:
+            begin, nbytes: which. zones: theirs, if known.
+        """
+        if zones is None:
+            zones = self.zones(begin, nbytes)
         self.bank.occupy(zones)
         place = _Place(begin, nbytes)
         weakref.finalize(place, self.bank.drop, zones).atexit = False  # type: ignore[misc]

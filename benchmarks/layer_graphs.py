@@ -1,0 +1,236 @@
+"""Layers as graphs of their own, with offloading between them and without, beside eager ones: time and memory.
+
+    ./run benchmarks.layer_graphs [--layers 16 --experts 8 --hidden 4096 --ffn 2048 --tokens 32768] [--fraction 0.25]
+                                  [--rounds 10] [--max-in-flight 256MiB] [--max-waiting 1GiB] [--json FILE]
+
+A layer is a norm, a grouped MLP of te_offload and a residual; gradients stay from step to step and are zeroed, as under a
+distributed optimizer. Each way runs a few steps in a process of its own, where `least free` is the least that
+`cudaMemGetInfo` said, sampled all the time from before the first step on; then all ways are timed in one process,
+interleaved and in both orders: medians over the rounds, by events of the GPU, of two steps in a row with other inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.grouped_mlp import split
+from te_offload import OffloadSession, ops
+from te_offload.fused import hopper
+from te_offload.graphs import LayerGraphs, capture_layers
+from te_offload.units import format_bytes
+
+WAYS = ("eager", "eager, offload", "layer graphs", "layer graphs, offload")
+STEPS = 6
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Layer(torch.nn.Module):
+    """A norm, experts, and a residual."""
+
+    def __init__(self, experts: int, hidden: int, ffn: int) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        self.norm = te.RMSNorm(hidden, device="cuda", dtype=torch.bfloat16)
+        self.experts = te.ops.Sequential(
+            ops.GroupedLinear(experts, hidden, ffn, **size),
+            ops.ScaledSReLU(),
+            ops.GroupedLinear(experts, ffn, hidden, **size),
+        )
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """``x`` and what the experts make of it."""
+        found: torch.Tensor = x + self.experts(self.norm(x), sizes, scales, sizes)
+        return found
+
+
+class Way:
+    """One way to run a step.
+
+    Args:
+        name: of `WAYS`. arguments: of the command line. layers: to share the parameters of.
+    """
+
+    def __init__(self, name: str, arguments: argparse.Namespace, layers: torch.nn.ModuleList | None = None) -> None:
+        torch.manual_seed(0)
+        size = arguments.experts, arguments.hidden, arguments.ffn
+        self.layers = torch.nn.ModuleList(Layer(*size) for _ in range(arguments.layers))
+        if layers is not None:
+            for ours, theirs in zip(self.layers.parameters(), layers.parameters(), strict=True):
+                ours.data = theirs.data
+        for parameter in self.layers.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.session: OffloadSession | None = None
+        if "offload" in name:
+            self.session = OffloadSession(
+                self.layers,
+                policy="planned",
+                fraction=arguments.fraction,
+                min_bytes="1MiB",
+                max_in_flight=arguments.max_in_flight,
+            )
+        self.graphs: LayerGraphs | None = None
+        if "graphs" in name:
+            self.graphs = capture_layers(self.layers, session=self.session, max_waiting=arguments.max_waiting)
+
+    def step(self, inputs: Inputs) -> None:
+        """Forward and backward."""
+        torch._foreach_zero_([parameter.grad for parameter in self.layers.parameters() if parameter.grad is not None])
+        if self.session is None:
+            self._pass(inputs)
+        else:
+            with self.session.step():
+                self._pass(inputs)
+
+    def _pass(self, inputs: Inputs) -> None:
+        x, sizes, scales = inputs
+        x.grad = None
+        for layer in self.layers:
+            x = layer(x, sizes, scales)
+        x.backward(torch.full_like(x, 1e-3))
+
+    def check(self) -> None:
+        """Stop if it does not run as it is named."""
+        if self.graphs is not None and not self.graphs.captured:
+            raise SystemExit(self.graphs.report())
+
+    def out(self) -> int:
+        """Bytes to the host in the last step."""
+        return 0 if self.session is None else self.session.records[-1].bytes_out
+
+
+def inputs_of(arguments: argparse.Namespace) -> list[Inputs]:
+    """Two batches with one routing."""
+    sizes = torch.tensor(split(arguments.experts, arguments.tokens, skew=False), device="cuda")
+    return [
+        (
+            torch.randn(arguments.tokens, arguments.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True),
+            sizes,
+            torch.rand(arguments.tokens, device="cuda"),
+        )
+        for _ in range(2)
+    ]
+
+
+def memory_of(name: str, arguments: argparse.Namespace) -> dict[str, int]:
+    """Least free memory of a process that runs one way, and the most it had before."""
+    way, inputs = Way(name, arguments), inputs_of(arguments)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(6):  # warm-up, plan, capture
+        way.step(inputs[0])
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    least, done = [before], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(5e-4):
+            least[0] = min(least[0], torch.cuda.mem_get_info()[0])
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    for number in range(STEPS):
+        way.step(inputs[number % 2])
+    torch.cuda.synchronize()
+    least[0] = min(least[0], torch.cuda.mem_get_info()[0])
+    done.set()
+    thread.join()
+    way.check()
+    found = {"before": before, "least free": least[0], "out": way.out()}
+    found["torch reserved"] = torch.cuda.memory_reserved()
+    found["torch allocated, most"] = torch.cuda.max_memory_allocated()
+    if way.graphs is not None:
+        found["graphs hold"] = way.graphs.held_bytes
+        print(way.graphs.report().splitlines()[-1], file=sys.stderr)
+    return found
+
+
+def milliseconds(step: Callable[[Inputs], None], inputs: list[Inputs]) -> float:
+    """GPU time of one of two steps in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for batch in inputs:
+        step(batch)
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / len(inputs)
+
+
+def main() -> None:
+    """Run, print a table, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = ("layers", 16), ("experts", 8), ("hidden", 4096), ("ffn", 2048), ("tokens", 32768), ("rounds", 10)
+    for flag, value in numbers:
+        parser.add_argument(f"--{flag}", type=int, default=value)
+    parser.add_argument("--fraction", type=float, default=0.25, help="of the bytes that may go")
+    parser.add_argument("--max-in-flight", default="256MiB", help="of the sessions")
+    parser.add_argument("--max-waiting", help="of the graphs; default: what the largest layer gives up")
+    parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    arguments = parser.parse_args()
+    os.environ[hopper.SWITCH] = "1"
+    if arguments.memory_of:
+        print(json.dumps(memory_of(arguments.memory_of, arguments)))
+        return
+    rows: dict[str, dict[str, Any]] = {}
+    for name in WAYS:
+        command = [sys.executable, "-m", "benchmarks.layer_graphs", *sys.argv[1:], "--memory-of", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        rows[name] = json.loads(done.stdout.splitlines()[-1])
+        print(name, rows[name], file=sys.stderr, flush=True)
+    ways: dict[str, Way] = {}
+    for name in WAYS:
+        ways[name] = Way(name, arguments, ways["eager"].layers if ways else None)
+    inputs = inputs_of(arguments)
+    for way in ways.values():
+        for _ in range(8):
+            way.step(inputs[0])
+        way.check()
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    for turn in range(arguments.rounds):
+        for name in WAYS if turn % 2 == 0 else reversed(WAYS):
+            times[name].append(milliseconds(ways[name].step, inputs))
+    for name, row in rows.items():
+        row["ms"] = statistics.median(times[name])
+        row["out in the timing"] = ways[name].out()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; L{arguments.layers} E{arguments.experts} "
+        f"H{arguments.hidden} F{arguments.ffn} T{arguments.tokens} bf16, fused, fraction {arguments.fraction}; "
+        f"{arguments.rounds} rounds\n"
+    )
+    print(
+        "| way | ms | out | least free (driver) | more than eager | share of what went out |\n|---|---|---|---|---|---|"
+    )
+    for name, row in rows.items():
+        more = row["least free"] - rows["eager"]["least free"]
+        share = f"{more / row['out']:.0%}" if row["out"] else ""
+        print(
+            f"| {name} | {row['ms']:.2f} | {format_bytes(row['out'])} | {format_bytes(row['least free'])} | "
+            f"{'-' if more < 0 else ''}{format_bytes(abs(more))} | {share} |"
+        )
+    if arguments.json:
+        result = {
+            "schema": "1.0",
+            "shape": [arguments.layers, arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens],
+            "fraction": arguments.fraction,
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Static copies of tensors, which graphs read in place of those that come in.
+
+In: tensors, to be like. Out: memory for copies of such, while it is asked for; copies. Keeps true: order and shapes are
+those of the tensors. Does not: decide which tensors need a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_offload.graphs.layers.ground import Ground
+from te_offload.graphs.layers.items import Item
+from te_offload.graphs.layers.pool import Extent
+
+_ALIGNMENT = 512  # bytes, as torch's allocator has it
+
+
+class Buffers:
+    """Static copies of some tensors, one behind the other.
+
+    Args:
+        ground: where. tensors: like which.
+    """
+
+    def __init__(self, ground: Ground, tensors: Sequence[torch.Tensor]) -> None:
+        self._space = ground.space
+        places, end = [], 0
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            places.append((end, tensor.dtype, tensor.size(), nbytes))
+            end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.segments = [ground.space.add_segment(end)] if end else []
+        self._nbytes = end
+        self._items = [
+            Item(Extent(self.segments[0] if end else 0, end), offset, dtype, size, _dense(size))
+            for offset, dtype, size, _ in places
+        ]
+
+    def storage(self) -> Any:
+        """Their memory."""
+        if not self.segments:
+            return torch.UntypedStorage(0, device=self._space.device)
+        return self._space.storage(self.segments[0], self._nbytes)
+
+    def in_use(self) -> bool:
+        """Whether someone holds it."""
+        return bool(self.segments) and self._space.are_owned(self._space.zones_of(self.segments[0]))
+
+    def tensors(self, storage: Any) -> list[torch.Tensor]:
+        """Over their memory."""
+        return [
+            item.over({item.extent: storage})
+            if item.size.numel()
+            else torch.empty(item.size, dtype=item.dtype, device=self._space.device)
+            for item in self._items
+        ]
+
+    def fill(self, storage: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy others into it."""
+        if self._items:
+            with torch.no_grad():
+                torch._foreach_copy_(self.tensors(storage), list(tensors))
+
+
+def _dense(size: Sequence[int]) -> tuple[int, ...]:
+    stride, found = 1, []
+    for length in reversed(size):
+        found.append(stride)
+        stride *= length
+    return tuple(reversed(found))
