@@ -1,7 +1,7 @@
 """A training step of grouped MLPs as a CUDA graph, with offloading inside and without, beside the same step run eagerly.
 
     ./run benchmarks.graphs [--layers 8 --experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--unfused] [--rounds 20]
-                            [--max-in-flight 256MiB] [--json FILE]
+                            [--fraction 0.3] [--max-in-flight 256MiB] [--json FILE]
 
 All ways have the same weights, and gradients of their own; each call brings another input, whose copy into the graph's
 buffer is part of its time. Ways are interleaved and in both orders; medians over the rounds, by events of the GPU, of two
@@ -32,6 +32,7 @@ from te_offload.ops import te_adapter
 from te_offload.units import format_bytes
 
 CALLS = 2
+WARM_UP = 8  # runs, in which a plan is made
 Step = Callable[..., torch.Tensor]
 
 
@@ -101,6 +102,7 @@ def main() -> None:
     for name, value in numbers:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--unfused", action="store_true", help="Transformer Engine's grouped path")
+    parser.add_argument("--fraction", type=float, help="of the bytes that may go, chosen by a plan; default: all go")
     parser.add_argument("--max-in-flight", default="256MiB", help="of the sessions")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
@@ -121,11 +123,13 @@ def main() -> None:
         row: dict[str, Any] = {"pool": None, "out": 0}
         session = None
         if "offload" in name:
-            session = OffloadSession(model.layers, min_bytes="1MiB", max_in_flight=arguments.max_in_flight)
+            session = OffloadSession(
+                model.layers, min_bytes="1MiB", max_in_flight=arguments.max_in_flight, fraction=arguments.fraction
+            )
         step = step_of(model)
         if "graph" in name:
-            replay = capture(step, inputs[0], session=session, modules=[model])
-            for _ in range(3):
+            replay = capture(step, inputs[0], session=session, modules=[model], warmup=WARM_UP)
+            for _ in range(WARM_UP):
                 replay(*inputs[0])
             gc.collect()
             torch.cuda.empty_cache()
@@ -137,7 +141,7 @@ def main() -> None:
             steps[name] = replay
         else:
             steps[name] = step if session is None else with_session(step, session)
-        for _ in range(4):
+        for _ in range(WARM_UP):
             steps[name](*inputs[0])
         if session is not None:
             row["out"] = session.records[-1].bytes_out
@@ -153,7 +157,7 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}; "
         f"L{size[0]} E{size[1]} H{size[2]} F{size[3]} T{arguments.tokens} bf16, "
-        f"{'unfused' if arguments.unfused else 'fused'}; {arguments.rounds} rounds\n"
+        f"{'unfused' if arguments.unfused else 'fused'}, fraction {arguments.fraction}; {arguments.rounds} rounds\n"
     )
     print("| way | ms | pool | out |\n|---|---|---|---|")
     for name, row in rows.items():
@@ -172,6 +176,7 @@ def main() -> None:
             "shape": size,
             "tokens": arguments.tokens,
             "fused": not arguments.unfused,
+            "fraction": arguments.fraction,
             "rows": rows,
         }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

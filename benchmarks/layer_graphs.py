@@ -1,7 +1,7 @@
 """Layers as graphs of their own, with offloading between them and without, beside eager ones: time and memory.
 
     ./run benchmarks.layer_graphs [--layers 16 --experts 8 --hidden 4096 --ffn 2048 --tokens 32768] [--fraction 0.25]
-                                  [--rounds 10] [--max-in-flight 256MiB] [--max-waiting 1GiB] [--json FILE]
+                                  [--rounds 10] [--max-in-flight 256MiB] [--json FILE]
 
 A layer is a norm, a grouped MLP of te_offload and a residual; gradients stay from step to step and are zeroed, as under a
 distributed optimizer. Each way runs a few steps in a process of its own, where `least free` is the least that
@@ -83,7 +83,7 @@ class Way:
             )
         self.graphs: LayerGraphs | None = None
         if "graphs" in name:
-            self.graphs = capture_layers(self.layers, session=self.session, max_waiting=arguments.max_waiting)
+            self.graphs = capture_layers(self.layers, session=self.session)
 
     def step(self, inputs: Inputs) -> None:
         """Forward and backward."""
@@ -178,7 +178,6 @@ def main() -> None:
         parser.add_argument(f"--{flag}", type=int, default=value)
     parser.add_argument("--fraction", type=float, default=0.25, help="of the bytes that may go")
     parser.add_argument("--max-in-flight", default="256MiB", help="of the sessions")
-    parser.add_argument("--max-waiting", help="of the graphs; default: what the largest layer gives up")
     parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()

@@ -44,7 +44,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_with_graphs_of_layers_gives_the_bits_of_eager_training(offloads: bool, virtual: bool) -> None:
     eager, model = Model(), Model()
     session = OffloadSession(model.layers, min_bytes=0, max_in_flight=0) if offloads else None
-    with capture_layers(model.layers, session=session, warmup=2, virtual=virtual, max_waiting=0) as graphs:
+    with capture_layers(model.layers, session=session, warmup=2, virtual=virtual) as graphs:
         for number, batch in enumerate(batches(20)):
             expected, found = train(eager, batch), train(model, batch, session)
             assert torch.equal(expected, found), number
@@ -85,7 +85,7 @@ def test_memory_of_what_is_offloaded_goes_back_between_forward_and_backward() ->
     mapped = []
     for min_bytes in (1 << 30, 0):
         session = OffloadSession(model.layers, min_bytes=min_bytes, max_in_flight=0)
-        with capture_layers(model.layers, session=session, max_waiting=0) as graphs:
+        with capture_layers(model.layers, session=session) as graphs:
             for batch in batches(5):
                 train(model, batch, session)
             for parameter in model.parameters():
@@ -93,7 +93,7 @@ def test_memory_of_what_is_offloaded_goes_back_between_forward_and_backward() ->
             with session.step():
                 loss = loss_of(model, batch)
                 graphs.settle()
-                mapped.append(graphs.mapped_bytes)
+                mapped.append(graphs.used_bytes)
                 loss.backward()
             del loss
             captured(graphs)
@@ -318,7 +318,7 @@ def test_layer_that_waits_for_the_host_runs_eagerly_and_leaves_nothing_behind(wh
         gc.collect()
         torch.cuda.empty_cache()
         graphs.settle()
-        assert torch.cuda.memory_reserved() <= before + (2 << 20) and graphs.mapped_bytes == 0
+        assert torch.cuda.memory_reserved() <= before + (2 << 20) and graphs.used_bytes == 0
 
 
 def test_random_numbers_differ_from_replay_to_replay() -> None:

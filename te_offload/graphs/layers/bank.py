@@ -1,10 +1,13 @@
 """Which addresses have memory behind them: for as long as someone owns a byte of them.
 
-In: zones of addresses, their owners coming and going, and marks of the device. Out: zones with memory and without. Keeps
-true: a zone has memory while it has an owner, and afterwards until the device has passed a mark that was made later; what
-waits for such marks stays within a bound, for which the host waits; memory that leaves one zone goes to the next. Zones
-that only one replay at a time uses, and needs nothing of from one to the next, have the same memory, for good. Does not:
-know what lies in a zone, or copy it.
+In: zones of addresses, and their owners coming and going. Out: zones with memory. Keeps true: a zone's memory is its own
+while it has an owner; what is queued after `order` may use the memory of what was dropped before it, as with any allocator
+whose order is that of a stream; addresses lose their memory only once the device has passed their last use. Does not: know
+what lies in a zone, or copy it.
+
+Memory that a zone gave up is taken by the next one at once: it is then behind both zones' addresses, of which only the next
+one's are used. The older mapping goes when its zone needs memory again and its own was taken. So the host does not wait
+for the device, unless a zone comes back that soon.
 """
 
 from __future__ import annotations
@@ -20,83 +23,75 @@ from te_offload.offload.transfer import Mark
 LARGEST = 64 << 20  # bytes of the largest piece of memory; smaller ones are halves of halves of it
 
 
+class Piece:
+    """Memory that is given out as a whole.
+
+    Attributes:
+        memory, length: which, and its bytes. user: the zone whose it is; ``None``: free.
+        zones: behind whose addresses it is.
+    """
+
+    __slots__ = ("length", "memory", "user", "zones")
+
+    def __init__(self, memory: int, length: int) -> None:
+        self.memory = memory
+        self.length = length
+        self.user: Zone | None = None
+        self.zones: list[Zone] = []
+
+
 class Zone:
     """Addresses that have memory together.
 
     Attributes:
-        begin, nbytes: which. owners: how many. mapped: the memory behind them, as (memory, bytes).
-        scratch: whether it shares its memory with others.
+        begin, nbytes: which. owners: how many. pieces: the memory behind them, which may be another zone's by now.
+        left: the mark after which nothing uses the addresses, once nobody owns them.
     """
 
-    __slots__ = ("begin", "mapped", "nbytes", "owners", "scratch", "ticket")
+    __slots__ = ("begin", "left", "nbytes", "owners", "pieces")
 
     def __init__(self, begin: int, nbytes: int) -> None:
         self.begin = begin
         self.nbytes = nbytes
         self.owners = 0
-        self.mapped: list[tuple[int, int]] = []
-        self.scratch = False
-        self.ticket = 0  # of its last place among those that wait
+        self.pieces: list[Piece] = []
+        self.left: Mark | None = None
 
     @property
     def end(self) -> int:
         """One past the last address."""
         return self.begin + self.nbytes
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether the memory behind the addresses is the zone's."""
+        return bool(self.pieces) and all(piece.user is self for piece in self.pieces)
+
 
 class Bank:
     """Memory of a device, and the zones that have it.
 
     Args:
-        memory: the device.
-        max_waiting: most bytes that wait only for the device to pass a mark; ``None``: as many as the largest `allow` said.
-        make_room: asks others for memory when the device has no more.
+        memory: the device. make_room: asks others for memory when the device has no more.
 
     Attributes:
-        held: bytes taken from the device. mapped: of them, behind addresses. most_held: the most there ever were.
-        waits: how often the host has waited for the device.
+        held: bytes taken from the device. used: of them, by zones with owners, and for scratch. most_held: the most ever.
+        maps: how often memory was put behind addresses. waits: how often the host has waited for the device.
     """
 
-    def __init__(self, memory: VirtualMemory, max_waiting: int | None, make_room: Callable[[], None]) -> None:
+    def __init__(self, memory: VirtualMemory, make_room: Callable[[], None]) -> None:
         self.memory = memory
-        self.max_waiting = max_waiting or 0
-        self._adapts = max_waiting is None
         self.held = 0
-        self.mapped = 0
+        self.used = 0
         self.most_held = 0
+        self.maps = 0
         self.waits = 0
         self._make_room = make_room
-        self._free: dict[int, list[int]] = {}
-        self._free_bytes = 0
+        self._free: dict[int, dict[int, Piece]] = {}  # by length, then by memory, the one that is free longest first
         self._dropped: collections.deque[Sequence[Zone]] = collections.deque()
         self._left: list[Zone] = []
-        self._waiting: collections.deque[tuple[Mark, Zone, int]] = collections.deque()
-        self._waiting_bytes = 0
-        self._tickets = 0
-        self._scratch: dict[int, list[int]] = {}
-        self._scratch_zones = 0
-
-    def allow(self, nbytes: int) -> None:
-        """A layer gives up so many bytes at a time."""
-        if self._adapts:
-            self.max_waiting = max(self.max_waiting, nbytes)
-
-    def share(self, zones: Sequence[Zone]) -> None:
-        """Give zones of one graph the memory that those of other graphs have, for good; new memory only where it lacks."""
-        left = {length: list(memories) for length, memories in self._scratch.items()}
-        for zone in zones:
-            pieces = []
-            for length in self.pieces(zone.nbytes):
-                if left.get(length):
-                    memory = left[length].pop()
-                else:
-                    memory = self._take(length)
-                    self._scratch.setdefault(length, []).append(memory)
-                    self.mapped += length
-                pieces.append((memory, length))
-            self.memory.map(zone.begin, pieces)
-            zone.mapped, zone.scratch = pieces, True
-            self._scratch_zones += 1
+        self._scratch: list[Piece] = []
+        self._scratch_zones: set[int] = set()
 
     def pieces(self, nbytes: int) -> list[int]:
         """Lengths of the pieces of memory of a zone."""
@@ -109,6 +104,8 @@ class Bank:
                 rest -= piece
         return found
 
+    # Owners ----------------------------------------------------------------------------------------------------------
+
     def occupy(self, zones: Sequence[Zone]) -> None:
         """One more owner. What lies in a zone that had none is undefined.
 
@@ -116,9 +113,9 @@ class Bank:
             torch.OutOfMemoryError: the device has no more memory.
         """
         for zone in zones:
+            if not zone.has_memory:
+                self._fill(zone)
             zone.owners += 1
-            if not zone.mapped:
-                self._map(zone)
 
     def drop(self, zones: Sequence[Zone]) -> None:
         """One owner less: counted by the next `order`. May be called by any thread, at any time."""
@@ -139,78 +136,117 @@ class Bank:
             mark: makes a mark of the device, now.
         """
         self.count()
+        if not self._left:
+            return
         left, self._left = self._left, []
-        if left:
-            now = mark()
-            for zone in left:
-                if not zone.owners and zone.mapped:
-                    self._tickets += 1
-                    zone.ticket = self._tickets
-                    self._waiting.append((now, zone, zone.ticket))
-                    self._waiting_bytes += zone.nbytes
-        self._reap()
-        while self._waiting_bytes > self.max_waiting:
-            self._wait()
+        now = mark()
+        for zone in left:
+            if not zone.owners and zone.has_memory:
+                zone.left = now
+                self._give_up(zone)
 
-    def settle(self) -> None:
-        """Take the memory from all that nobody owns; the host waits for the device."""
-        while self._waiting:
-            self._wait()
+    # Memory for good -------------------------------------------------------------------------------------------------
+
+    def share(self, zones: Sequence[Zone]) -> None:
+        """Give zones of one graph the memory that those of other graphs have, for good; new memory only where it lacks.
+
+        Only one graph at a time uses such zones, and needs nothing of them from one replay to the next.
+        """
+        left: dict[int, list[Piece]] = {}
+        for piece in self._scratch:
+            left.setdefault(piece.length, []).append(piece)
+        for zone in zones:
+            pieces = []
+            for length in self.pieces(zone.nbytes):
+                if left.get(length):
+                    piece = left[length].pop()
+                else:
+                    piece = self._take(length)
+                    piece.user = zone
+                    self._scratch.append(piece)
+                    self.used += length
+                pieces.append(piece)
+            self._map(zone, pieces)
+            self._scratch_zones.add(zone.begin)
 
     def take_back(self, zone: Zone) -> None:
         """Take the memory from a zone that nobody owns, and that the device does not use, now."""
-        self.memory.unmap(zone.begin, zone.nbytes)
-        pieces, zone.mapped = zone.mapped, []
-        if zone.scratch:
-            self._scratch_zones -= 1
-            if not self._scratch_zones:
-                for length, memories in self._scratch.items():
-                    self.mapped -= length * len(memories)
-                    for memory in memories:
-                        self._give(memory, length)
-                self._scratch = {}
+        if not zone.pieces:
             return
-        zone.ticket = 0
-        self.mapped -= zone.nbytes
-        for memory, length in pieces:
-            self._give(memory, length)
+        if zone.begin in self._scratch_zones:
+            self._scratch_zones.discard(zone.begin)
+            self._unmap(zone)
+            if not self._scratch_zones:
+                scratch, self._scratch = self._scratch, []
+                for piece in scratch:
+                    self.used -= piece.length
+                    self._put(piece)
+            return
+        if zone.has_memory:
+            self._give_up(zone)
+        self._unmap(zone)
 
     def close(self) -> None:
-        """Give back all memory that nobody owns."""
-        self.settle()
-        self._release(self._free_bytes)
+        """Give back all memory that nobody owns. The device must be idle."""
+        self._release(self.held)
 
-    def _map(self, zone: Zone) -> None:
-        pieces: list[tuple[int, int]] = []
-        try:
-            for length in self.pieces(zone.nbytes):
-                pieces.append((self._take(length), length))
-        except BaseException:
-            zone.owners -= 1
-            for memory, length in pieces:
-                self._give(memory, length)
-            raise
-        self.memory.map(zone.begin, pieces)
-        zone.mapped = pieces
-        self.mapped += zone.nbytes
+    # Steps -----------------------------------------------------------------------------------------------------------
 
-    def _take(self, length: int) -> int:
-        if not self._free.get(length):
-            self._reap()
+    def _fill(self, zone: Zone) -> None:
+        if zone.pieces and all(piece.user is None for piece in zone.pieces):
+            for piece in zone.pieces:  # nobody has had it since
+                del self._free[piece.length][piece.memory]
+                piece.user = zone
+        else:
+            self._unmap(zone)
+            pieces: list[Piece] = []
+            try:
+                for length in self.pieces(zone.nbytes):
+                    pieces.append(self._take(length))
+            except BaseException:
+                for piece in pieces:
+                    self._put(piece)
+                raise
+            for piece in pieces:
+                piece.user = zone
+            self._map(zone, pieces)
+        self.used += zone.nbytes
+
+    def _give_up(self, zone: Zone) -> None:
+        self.used -= zone.nbytes
+        for piece in zone.pieces:
+            self._put(piece)
+
+    def _map(self, zone: Zone, pieces: list[Piece]) -> None:
+        self.memory.map(zone.begin, [(piece.memory, piece.length) for piece in pieces])
+        self.maps += 1
+        zone.pieces = pieces
+        for piece in pieces:
+            piece.zones.append(zone)
+
+    def _unmap(self, zone: Zone) -> None:
+        """Take the memory, which may be another's, from addresses that nobody owns."""
+        if not zone.pieces:
+            return
+        if zone.left is not None and not zone.left.is_over():
+            self.waits += 1
+            zone.left.wait()
+        self.memory.unmap(zone.begin, zone.nbytes)
+        for piece in zone.pieces:
+            piece.zones.remove(zone)
+        zone.pieces, zone.left = [], None
+
+    def _take(self, length: int) -> Piece:
         free = self._free.get(length)
         if free:
-            self._free_bytes -= length
-            return free.pop()
+            return free.pop(next(iter(free)))
         self._release(length)  # of pieces that do not fit
         memory = self.memory.create(length)
-        while memory is None and self._waiting:
-            self._wait()
-            if self._free.get(length):
-                return self._take(length)
-            self._release(length)
-            memory = self.memory.create(length)
         if memory is None:
             self._make_room()
+            memory = self.memory.create(length)
+        if memory is None:
+            self._release(self.held)
             memory = self.memory.create(length)
         if memory is None:
             raise torch.OutOfMemoryError(
@@ -219,42 +255,20 @@ class Bank:
             )
         self.held += length
         self.most_held = max(self.most_held, self.held)
-        return memory
+        return Piece(memory, length)
 
-    def _give(self, memory: int, length: int) -> None:
-        self._free.setdefault(length, []).append(memory)
-        self._free_bytes += length
+    def _put(self, piece: Piece) -> None:
+        piece.user = None
+        self._free.setdefault(piece.length, {})[piece.memory] = piece
 
     def _release(self, nbytes: int) -> None:
-        """Give free pieces back, the largest first, until so many bytes are."""
+        """Give free pieces back to the device, the largest first, until so many bytes are."""
         for length in sorted(self._free, reverse=True):
             pieces = self._free[length]
             while pieces and nbytes > 0:
-                self.memory.release(pieces.pop())
-                self._free_bytes -= length
+                piece = pieces.pop(next(iter(pieces)))
+                for zone in list(piece.zones):
+                    self._unmap(zone)
+                self.memory.release(piece.memory)
                 self.held -= length
                 nbytes -= length
-
-    def _reap(self) -> None:
-        """Take the memory from what the device has passed."""
-        while self._waiting and (not self._valid(self._waiting[0]) or self._waiting[0][0].is_over()):
-            self._pop()
-
-    def _wait(self) -> None:
-        if self._valid(self._waiting[0]) and not self._waiting[0][0].is_over():
-            self.waits += 1
-            self._waiting[0][0].wait()
-        self._pop()
-
-    @staticmethod
-    def _valid(entry: tuple[Mark, Zone, int]) -> bool:
-        """Whether nobody has owned the zone since."""
-        _, zone, ticket = entry
-        return zone.ticket == ticket and not zone.owners
-
-    def _pop(self) -> None:
-        entry = self._waiting.popleft()
-        zone = entry[1]
-        self._waiting_bytes -= zone.nbytes
-        if self._valid(entry):
-            self.take_back(zone)

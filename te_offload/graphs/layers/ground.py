@@ -21,14 +21,14 @@ class Ground:
     """See above.
 
     Args:
-        device: a GPU. virtual: take virtual memory where there is any. max_waiting: see `Bank`.
+        device: a GPU. virtual: take virtual memory where there is any.
 
     Attributes:
         resident: why memory stays behind its addresses for good; ``None``: it does not.
         launched: called when a forward's graph has been launched.
     """
 
-    def __init__(self, device: torch.device, *, virtual: bool, max_waiting: int | None) -> None:
+    def __init__(self, device: torch.device, *, virtual: bool) -> None:
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         self.stream = torch.cuda.Stream(self.device)
         self.resident: str | None = None
@@ -40,7 +40,7 @@ class Ground:
         except UnsupportedError as error:
             self.resident = str(error)
             memory = ResidentMemory(self.device)
-        self.bank = Bank(memory, max_waiting, torch.cuda.empty_cache)
+        self.bank = Bank(memory, torch.cuda.empty_cache)
         self.space = Space(self.device, self.bank)
         self.transfer: Transfer = make_transfer(self.device)
         self.transfer.timed = False
@@ -83,8 +83,7 @@ class Ground:
             zones = self.space.zones_of(segment)
             if not any(zone.owners for zone in zones):
                 for zone in zones:
-                    if zone.mapped:
-                        self.bank.take_back(zone)
+                    self.bank.take_back(zone)
                 self.space.drop_segment(segment)
                 self._given_up.discard(segment)
 

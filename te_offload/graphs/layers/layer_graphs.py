@@ -17,7 +17,7 @@ from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.scope import MISMATCHES, LayerScope
 from te_offload.graphs.states import CaptureState
 from te_offload.offload.session import OffloadSession
-from te_offload.units import format_bytes, parse_bytes
+from te_offload.units import format_bytes
 
 
 def capture_layers(
@@ -28,7 +28,6 @@ def capture_layers(
     on_mismatch: str = "raise",
     delay_commits: bool = False,
     virtual: bool = True,
-    max_waiting: int | str | None = None,
 ) -> LayerGraphs:
     """Have each layer's forward and backward replayed as a CUDA graph, from its fourth forward on.
 
@@ -47,8 +46,6 @@ def capture_layers(
             report says what host time that took from before the launch, and how much later the copies were queued.
         virtual: give memory that a layer does not use back, by virtual memory of the GPU. Where there is none, or not
             asked for, all memory of the graphs stays, and no slot in them goes.
-        max_waiting: most bytes that wait only for the GPU to be done with them; beyond, the host waits for the GPU.
-            ``None``: what the largest layer gives up, so that the host is about a layer ahead.
 
     Raises:
         ArgumentError: no layers, a layer twice or inside another, no warm-up, or an unknown ``on_mismatch``.
@@ -60,12 +57,11 @@ def capture_layers(
         raise ArgumentError(f"warmup must be 1 or more runs, since kernels are loaded in them, but is {warmup!r}.")
     if on_mismatch not in MISMATCHES:
         raise ArgumentError(f"on_mismatch must be one of {', '.join(MISMATCHES)}, but is {on_mismatch!r}.")
-    waiting = None if max_waiting is None else parse_bytes(max_waiting, "max_waiting")
     devices = {parameter.device for module in named.values() for parameter in module.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         found = ", ".join(sorted(map(str, devices))) or "no device"
         raise CaptureError(f"Nothing to capture: the layers are on {found}. Graphs of layers need them on one GPU.")
-    ground = Ground(devices.pop(), virtual=virtual, max_waiting=waiting)
+    ground = Ground(devices.pop(), virtual=virtual)
     return LayerGraphs(named, ground, session, warmup, on_mismatch, delay_commits)
 
 
@@ -109,19 +105,18 @@ class LayerGraphs:
         return self._ground.resident
 
     @property
-    def mapped_bytes(self) -> int:
-        """Bytes of GPU memory behind the graphs' addresses now."""
-        return self._ground.bank.mapped
+    def used_bytes(self) -> int:
+        """Bytes of GPU memory that lie under something in use now: saved tensors, outputs, gradients, scratch memory."""
+        return self._ground.bank.used
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of GPU memory that the graphs hold, behind addresses or not."""
+        """Bytes of GPU memory that the graphs hold, in use or not."""
         return self._ground.bank.held
 
     def settle(self) -> None:
-        """Wait for the GPU, and take the memory from all addresses that nobody uses."""
+        """Count as unused what was let go of so far, and give back what closed graphs have left."""
         self._ground.order()
-        self._ground.bank.settle()
         self._ground.give_up(())
 
     def report(self) -> str:
@@ -138,8 +133,9 @@ class LayerGraphs:
             lines.append(line)
         bank = self._ground.bank
         lines.append(
-            f"memory of the graphs: {format_bytes(bank.held)}, at most {format_bytes(bank.most_held)}; behind addresses "
-            f"now: {format_bytes(bank.mapped)}; the host waited for the GPU {bank.waits} times"
+            f"memory of the graphs: {format_bytes(bank.held)}, at most {format_bytes(bank.most_held)}; in use now: "
+            f"{format_bytes(bank.used)}; put behind addresses {bank.maps} times, of which the host waited for the GPU "
+            f"{bank.waits} times"
         )
         delay = self._session.delay if self._session is not None else None
         if delay is not None and delay.commits + delay.forced:

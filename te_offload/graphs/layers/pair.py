@@ -256,7 +256,6 @@ class GraphPair:
         for pool in pools:
             self._segments += pool.segments
         space = self._ground.space
-        space.bank.allow(sum(zone.nbytes for zones in self._whole for zone in zones))
         self._zones = {extent: space.zones(*extent) for group in groups for extent in group}
         self._ground.add_outputs([item.address for item in self._outputs if item is not None])
 

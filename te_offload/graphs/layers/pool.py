@@ -26,7 +26,6 @@ _SMALL = (
 _SMALL_SEGMENT = 2 << 20
 
 _Allocate = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-_Free = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
 
 class Extent(NamedTuple):
@@ -55,8 +54,11 @@ class SegmentPool:
         self._ready = dict(zip(self.segments, lengths, strict=True))
         self._zones = [zone for segment in self.segments for zone in space.zones(segment, 1)]
         space.bank.occupy(self._zones)
-        self._calls = _Allocate(self._allocate), _Free(self._free)
-        addresses = [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in self._calls]
+        self._call = _Allocate(self._allocate)
+        # torch may let go of a segment after this object is gone. Addresses stay the space's, so nothing is to be done
+        # then, and any function of C's that does nothing with its arguments will do.
+        calls = self._call, ctypes.CDLL(None).getpid
+        addresses = [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls]
         allocator = torch._C._cuda_customAllocator(*addresses)
         self._pool = torch.cuda.MemPool(allocator)
         self.handle = self._pool.id
@@ -108,9 +110,6 @@ class SegmentPool:
                 del self._ready[begin]
                 return begin
         return 0
-
-    def _free(self, address: int, nbytes: int, device: int, stream: int | None) -> None:
-        """Addresses stay the space's."""
 
 
 def segment_lengths(handle: Any) -> list[int]:

@@ -7,6 +7,7 @@ addresses have their memory as long as they are reserved. Does not: give anythin
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import torch
 
@@ -26,6 +27,7 @@ class ResidentMemory:
         self._device = device
         major = (torch.version.cuda or "0").split(".")[0]
         self._runtime = ctypes.CDLL(f"libcudart.so.{major}")  # torch's own, loaded already
+        self._numbers = itertools.count(1)
         self._whole: dict[int, int] = {}
 
     def reserve(self, nbytes: int) -> int:
@@ -49,7 +51,7 @@ class ResidentMemory:
 
     def create(self, nbytes: int) -> int | None:
         """See `VirtualMemory.create`."""
-        return 0
+        return next(self._numbers)
 
     def release(self, memory: int) -> None:
         """See `VirtualMemory.release`."""

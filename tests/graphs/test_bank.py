@@ -1,0 +1,229 @@
+"""Memory behind the addresses of layers' graphs, on virtual memory of the CPU."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_offload.graphs.layers.bank import LARGEST, Bank, Zone
+from te_offload.graphs.layers.items import Extents, grouped, made
+from te_offload.graphs.layers.pool import Extent
+from te_offload.graphs.layers.space import Space, tensor_of
+from tests.support.paged_memory import PagedMemory
+
+MIB = 1 << 20
+
+
+class Clock:
+    """Marks of a device that does nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.now, self.passed = 0, 0
+
+    def mark(self) -> Moment:
+        self.now += 1
+        return Moment(self, self.now)
+
+
+class Moment:
+    def __init__(self, clock: Clock, number: int) -> None:
+        self.clock, self.number = clock, number
+
+    def is_over(self) -> bool:
+        return self.clock.passed >= self.number
+
+    def wait(self) -> None:
+        self.clock.passed = max(self.clock.passed, self.number)
+
+
+def make_bank(limit: int | None = None) -> tuple[Bank, PagedMemory, Clock]:
+    memory = PagedMemory(limit)
+    return Bank(memory, lambda: None), memory, Clock()
+
+
+def make_zones(memory: PagedMemory, *sizes: int) -> list[Zone]:
+    return [Zone(memory.reserve(size * MIB), size * MIB) for size in sizes]
+
+
+def test_memory_of_a_zone_that_was_dropped_serves_the_next_one_without_waiting() -> None:
+    bank, memory, clock = make_bank()
+    first, second = make_zones(memory, 10, 10)
+    bank.occupy([first])
+    bank.drop([first])
+    bank.order(clock.mark)
+    bank.occupy([second])
+    assert bank.held == 10 * MIB and bank.used == 10 * MIB and bank.waits == 0 and clock.passed == 0
+    assert memory.mapped == {first.begin: 10 * MIB, second.begin: 10 * MIB}  # the older mapping is not in the way
+
+
+def test_memory_is_not_taken_before_the_order_in_which_it_was_dropped() -> None:
+    bank, memory, clock = make_bank()
+    first, second = make_zones(memory, 10, 10)
+    bank.occupy([first])
+    bank.drop([first])
+    bank.occupy([second])
+    assert bank.held == 20 * MIB
+    bank.order(clock.mark)
+    assert bank.used == 10 * MIB
+
+
+def test_zone_whose_memory_nobody_took_has_it_again_without_a_call() -> None:
+    bank, memory, clock = make_bank()
+    (zone,) = make_zones(memory, 10)
+    for _ in range(3):
+        bank.occupy([zone])
+        bank.drop([zone])
+        bank.order(clock.mark)
+    assert memory.log == ["map"] and bank.maps == 1
+
+
+def test_zone_that_comes_back_before_the_device_has_passed_its_last_use_waits_for_it() -> None:
+    bank, memory, clock = make_bank()
+    first, second = make_zones(memory, 10, 10)
+    bank.occupy([first])
+    bank.drop([first])
+    bank.order(clock.mark)
+    bank.occupy([second])
+    bank.occupy([first])  # whose old mapping has to go
+    assert bank.waits == 1 and clock.passed == 1 and bank.held == 20 * MIB
+    assert first.has_memory and second.has_memory
+
+
+def test_zone_keeps_its_memory_until_its_last_owner_goes() -> None:
+    bank, memory, clock = make_bank()
+    (zone,) = make_zones(memory, 2)
+    bank.occupy([zone])
+    bank.occupy([zone])
+    bank.drop([zone])
+    bank.order(clock.mark)
+    assert zone.has_memory
+    bank.drop([zone])
+    bank.order(clock.mark)
+    assert bank.used == 0
+
+
+def test_scratch_of_several_graphs_is_one_memory() -> None:
+    bank, memory, _ = make_bank()
+    first, second, third = make_zones(memory, 10, 10, 12)
+    bank.share([first])
+    bank.share([second])
+    assert bank.held == bank.used == 10 * MIB
+    bank.share([third])
+    assert bank.held == bank.used == 10 * MIB + 4 * MIB  # 12 = 8 + 4, and of 10 = 8 + 2 the 8 serves again
+    for zone in (first, second, third):
+        assert bank.used
+        bank.take_back(zone)
+    assert bank.used == 0
+    bank.close()
+    assert memory.created == bank.held == 0 and not memory.mapped
+
+
+def test_pieces_that_do_not_fit_go_back_to_the_device() -> None:
+    bank, memory, clock = make_bank()
+    large, small = make_zones(memory, 64, 2)
+    bank.occupy([large])
+    bank.drop([large])
+    bank.order(clock.mark)
+    bank.occupy([small])
+    assert memory.created == bank.held == 2 * MIB and not large.pieces
+    assert bank.most_held == 64 * MIB
+
+
+def test_device_without_memory_is_an_error_with_numbers_and_changes_nothing() -> None:
+    bank, memory, _ = make_bank(limit=10 * MIB)
+    first, second = make_zones(memory, 8, 4)
+    bank.occupy([first])
+    with pytest.raises(torch.OutOfMemoryError, match=r"No 4194304 bytes .* which hold 8388608 bytes"):
+        bank.occupy([second])
+    assert not second.owners and not second.pieces and bank.used == 8 * MIB
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_two_owned_zones_ever_have_memory_in_common(data: st.DataObject) -> None:
+    bank, memory, clock = make_bank()
+    sizes = data.draw(st.lists(st.integers(1, 40), min_size=2, max_size=6))
+    zones = make_zones(memory, *[2 * size for size in sizes])
+    most = 0
+    for _ in range(data.draw(st.integers(1, 40))):
+        zone = data.draw(st.sampled_from(zones))
+        if zone.owners and data.draw(st.booleans()):
+            bank.drop([zone])
+            bank.count()
+        elif not zone.owners and zone in bank._left:
+            bank.order(clock.mark)
+        else:
+            bank.occupy([zone])
+        if data.draw(st.booleans()):
+            bank.order(clock.mark)
+        if data.draw(st.booleans()):
+            clock.passed = clock.now
+        owned = [one for one in zones if one.owners]
+        pieces = [piece.memory for one in owned for piece in one.pieces]
+        assert len(pieces) == len(set(pieces)) and all(one.has_memory for one in owned)
+        assert bank.used >= sum(one.nbytes for one in owned)
+        most = max(most, bank.used)
+        assert bank.held <= most + LARGEST * len(zones)
+    for zone in zones:
+        for _ in range(zone.owners):
+            bank.drop([zone])
+    bank.order(clock.mark)
+    clock.passed = clock.now
+    bank.close()
+    assert memory.created == bank.held == bank.used == 0 and not memory.mapped
+
+
+def test_tensor_keeps_its_addresses_in_memory_as_long_as_it_lives() -> None:
+    bank, _, clock = make_bank()
+    space = Space(torch.device("cpu"), bank)
+    begin = space.add_segment(5 * MIB)
+    assert len(space.zones_of(begin)) == 1 and space.zones_of(begin)[0].nbytes == 6 * MIB
+    with_ranges, without = space.cut(begin, [(begin, 100), (begin + 2 * MIB, MIB), (begin + 2 * MIB + MIB // 2, MIB)])
+    assert [zone.nbytes for zone in with_ranges] == [2 * MIB, 2 * MIB] and [zone.nbytes for zone in without] == [
+        2 * MIB
+    ]
+    tensor = tensor_of(space.storage(begin + 2 * MIB, MIB), torch.float32, (4, 8), (8, 1), 512)
+    tensor.fill_(3)
+    assert tensor.data_ptr() == begin + 2 * MIB + 512 and tensor._base is None
+    assert space.covers(tensor.data_ptr()) and not space.covers(begin - 1)
+    view = tensor[1:]
+    del tensor
+    bank.order(clock.mark)
+    assert bank.used == 2 * MIB and view.sum() == 72
+    del view
+    gc.collect()
+    bank.order(clock.mark)
+    assert bank.used == 0 and not space.are_owned(space.zones_of(begin))
+
+
+def test_bytes_written_to_one_zone_do_not_reach_another_that_has_memory() -> None:
+    bank, _, clock = make_bank()
+    space = Space(torch.device("cpu"), bank)
+    first, second = (space.add_segment(2 * MIB) for _ in range(2))
+    one = space.bytes_at(first, MIB).fill_(1)
+    del one
+    gc.collect()
+    bank.order(clock.mark)
+    other = space.bytes_at(second, MIB).fill_(2)  # in the memory that the first one had
+    again = space.bytes_at(first, MIB).fill_(3)
+    assert other.unique().tolist() == [2] and again.unique().tolist() == [3] and bank.held == 4 * MIB
+
+
+def test_items_are_made_again_over_the_same_memory() -> None:
+    whole = torch.arange(4096, dtype=torch.float32)
+    extent = Extent(whole.data_ptr(), whole.nbytes)
+    extents = Extents([Extent(extent.begin - 1000, 500), extent])
+    parts = [*whole[:60].view(3, 4, 5).unbind(0), whole[100:200].view(10, 10).t(), whole[300:310]]
+    items = [extents.item(part) for part in parts]
+    assert None not in items and extents.item(torch.ones(3)) is None and extents.item(whole[:0]) is None
+    runs = grouped([item for item in items if item is not None])
+    assert [count for _, count in runs] == [3, 1, 1]
+    found = made(runs, {extent: whole.untyped_storage()})
+    assert all(
+        torch.equal(a, b) and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+        for a, b in zip(parts, found, strict=True)
+    )
