@@ -1,7 +1,7 @@
 """Layers as graphs of their own, with offloading between them and without, beside eager ones: time and memory.
 
-    ./run benchmarks.layer_graphs [--layers 16 --experts 8 --hidden 4096 --ffn 2048 --tokens 32768] [--fraction 0.25]
-                                  [--rounds 10] [--max-in-flight 256MiB] [--json FILE]
+    ./run benchmarks.layer_graphs [--layers 24 --experts 8 --hidden 4096 --ffn 2048 --tokens 32768] [--fraction 0.25]
+                                  [--ways eager "layer graphs"] [--rounds 10] [--max-in-flight 256MiB] [--json FILE]
 
 A layer is a norm, a grouped MLP of te_offload and a residual; gradients stay from step to step and are zeroed, as under a
 distributed optimizer. Each way runs a few steps in a process of its own, where `least free` is the least that
@@ -96,7 +96,6 @@ class Way:
 
     def _pass(self, inputs: Inputs) -> None:
         x, sizes, scales = inputs
-        x.grad = None
         for layer in self.layers:
             x = layer(x, sizes, scales)
         x.backward(torch.full_like(x, 1e-3))
@@ -116,7 +115,7 @@ def inputs_of(arguments: argparse.Namespace) -> list[Inputs]:
     sizes = torch.tensor(split(arguments.experts, arguments.tokens, skew=False), device="cuda")
     return [
         (
-            torch.randn(arguments.tokens, arguments.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True),
+            torch.randn(arguments.tokens, arguments.hidden, device="cuda", dtype=torch.bfloat16),
             sizes,
             torch.rand(arguments.tokens, device="cuda"),
         )
@@ -173,11 +172,12 @@ def milliseconds(step: Callable[[Inputs], None], inputs: list[Inputs]) -> float:
 def main() -> None:
     """Run, print a table, write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = ("layers", 16), ("experts", 8), ("hidden", 4096), ("ffn", 2048), ("tokens", 32768), ("rounds", 10)
+    numbers = ("layers", 24), ("experts", 8), ("hidden", 4096), ("ffn", 2048), ("tokens", 32768), ("rounds", 10)
     for flag, value in numbers:
         parser.add_argument(f"--{flag}", type=int, default=value)
     parser.add_argument("--fraction", type=float, default=0.25, help="of the bytes that may go")
     parser.add_argument("--max-in-flight", default="256MiB", help="of the sessions")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which; the first is compared with")
     parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
@@ -186,22 +186,23 @@ def main() -> None:
         print(json.dumps(memory_of(arguments.memory_of, arguments)))
         return
     rows: dict[str, dict[str, Any]] = {}
-    for name in WAYS:
+    names: tuple[str, ...] = tuple(arguments.ways)
+    for name in names:
         command = [sys.executable, "-m", "benchmarks.layer_graphs", *sys.argv[1:], "--memory-of", name]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows[name] = json.loads(done.stdout.splitlines()[-1])
         print(name, rows[name], file=sys.stderr, flush=True)
     ways: dict[str, Way] = {}
-    for name in WAYS:
-        ways[name] = Way(name, arguments, ways["eager"].layers if ways else None)
+    for name in names:
+        ways[name] = Way(name, arguments, ways[names[0]].layers if ways else None)
     inputs = inputs_of(arguments)
     for way in ways.values():
         for _ in range(8):
             way.step(inputs[0])
         way.check()
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(arguments.rounds):
-        for name in WAYS if turn % 2 == 0 else reversed(WAYS):
+        for name in names if turn % 2 == 0 else reversed(names):
             times[name].append(milliseconds(ways[name].step, inputs))
     for name, row in rows.items():
         row["ms"] = statistics.median(times[name])
@@ -212,10 +213,10 @@ def main() -> None:
         f"{arguments.rounds} rounds\n"
     )
     print(
-        "| way | ms | out | least free (driver) | more than eager | share of what went out |\n|---|---|---|---|---|---|"
+        "| way | ms | out | least free (driver) | more than the first | share of what went out |\n|---|---|---|---|---|---|"
     )
     for name, row in rows.items():
-        more = row["least free"] - rows["eager"]["least free"]
+        more = row["least free"] - rows[names[0]]["least free"]
         share = f"{more / row['out']:.0%}" if row["out"] else ""
         print(
             f"| {name} | {row['ms']:.2f} | {format_bytes(row['out'])} | {format_bytes(row['least free'])} | "

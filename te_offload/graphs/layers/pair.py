@@ -433,13 +433,14 @@ class GraphPair:
         self._forward.close()
         if self._backward is not None:
             self._backward.close()
+        places = {item.address for item in self._gradients if item is not None}
         for parameter in self.parameters:
-            grad = parameter.grad
-            if grad is not None and any(one is not None and one.address == grad.data_ptr() for one in self._gradients):
-                parameter.grad = grad.clone()
+            if parameter.grad is not None and parameter.grad.data_ptr() in places:
+                parameter.grad = parameter.grad.clone()
+        self._ground.synchronize()
         assert self._grads is not None
         self._ground.give_up([*self._segments, *self._inputs.segments, *self._grads.segments])
-        self._leaves, self._constants = [], []
+        self._leaves, self._constants, self._pools = [], [], []
 
 
 def _own(tensor: torch.Tensor, elsewhere: set[int]) -> torch.Tensor:

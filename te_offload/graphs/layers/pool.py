@@ -12,6 +12,7 @@ needed then, it is refused, and the capture fails.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,24 +52,22 @@ class SegmentPool:
         self.sealed = False
         lengths = sorted(lengths, reverse=True)
         self.segments = [space.add_segment(length) for length in lengths]
-        self._ready = dict(zip(self.segments, lengths, strict=True))
         self._zones = [zone for segment in self.segments for zone in space.zones(segment, 1)]
         space.bank.occupy(self._zones)
-        self._call = _Allocate(self._allocate)
-        # torch may let go of a segment after this object is gone. Addresses stay the space's, so nothing is to be done
-        # then, and any function of C's that does nothing with its arguments will do.
-        calls = self._call, ctypes.CDLL(None).getpid
-        addresses = [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls]
-        allocator = torch._C._cuda_customAllocator(*addresses)
-        self._pool = torch.cuda.MemPool(allocator)
+        provider = _provider()
+        self._pool = torch.cuda.MemPool(provider.allocator)
         self.handle = self._pool.id
-        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool):
-            made = []
-            for length in lengths:
-                if length <= _SMALL_SEGMENT:  # two halves of one
-                    made += [torch.UntypedStorage(_SMALL, device=space.device) for _ in range(2)]
-                else:
-                    made.append(torch.UntypedStorage(length, device=space.device))
+        provider.ready = dict(zip(self.segments, lengths, strict=True))
+        try:
+            with torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool):
+                made = []
+                for length in lengths:
+                    if length <= _SMALL_SEGMENT:  # two halves of one
+                        made += [torch.UntypedStorage(_SMALL, device=space.device) for _ in range(2)]
+                    else:
+                        made.append(torch.UntypedStorage(length, device=space.device))
+        finally:
+            provider.ready = {}
 
     def live(self) -> list[Extent]:
         """What is allocated in it now."""
@@ -104,14 +103,42 @@ class SegmentPool:
             bank.share(scratch)
         return owned
 
-    def _allocate(self, nbytes: int, device: int, stream: int | None) -> int:
-        for begin, length in self._ready.items():
-            if length == nbytes:
-                del self._ready[begin]
-                return begin
-        return 0
-
 
 def segment_lengths(handle: Any) -> list[int]:
     """Those of the segments that a pool of torch's has."""
     return [segment["total_size"] for segment in torch.cuda.memory_snapshot(handle)]
+
+
+class _Provider:
+    """Hands segments that lie ready to torch.
+
+    Attributes:
+        ready: their first addresses and lengths. allocator: for torch.
+    """
+
+    def __init__(self) -> None:
+        self.ready: dict[int, int] = {}
+        self._call = _Allocate(self._allocate)
+        # When torch lets go of a segment, its addresses stay the space's. So nothing is to be done then, and any function
+        # of C's that does nothing with its arguments will do.
+        calls = self._call, ctypes.CDLL(None).getpid
+        self.allocator = torch._C._cuda_customAllocator(
+            *[ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls]
+        )
+
+    def _allocate(self, nbytes: int, device: int, stream: int | None) -> int:
+        for begin, length in self.ready.items():
+            if length == nbytes:
+                del self.ready[begin]
+                return begin
+        return 0
+
+
+@functools.cache
+def _provider() -> _Provider:
+    """The one of this process. torch keeps a bare pointer to its allocator, also in pools that outlive what made them, so
+    it is never gone.
+    """
+    provider = _Provider()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(provider))
+    return provider
