@@ -6,6 +6,7 @@ package imports this room. Does not: decide what is offloaded.
 
 from te_offload.graphs.backend import Pool
 from te_offload.graphs.capture import Capture, capture
+from te_offload.graphs.compile_backend import CudagraphBackend
 from te_offload.graphs.fx_pass import GraphedModule, Part, cudagraph_pass
 from te_offload.graphs.layers import LayerGraphs, capture_layers
 from te_offload.graphs.states import CaptureState
@@ -13,6 +14,7 @@ from te_offload.graphs.states import CaptureState
 __all__ = [
     "Capture",
     "CaptureState",
+    "CudagraphBackend",
     "GraphedModule",
     "LayerGraphs",
     "Part",

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from te_offload.errors import ArgumentError, CaptureError, InputMismatchError, StateError, WarmUpError
 from te_offload.graphs.backend import Backend, CudaBackend, Pool, Recording
+from te_offload.graphs.collectives import check_process_groups
 from te_offload.graphs.residents import Residents
 from te_offload.graphs.signature import Kind, Signature
 from te_offload.graphs.states import CaptureState, change
@@ -216,6 +217,14 @@ class Capture:
             self._start_over(difference, args, kwargs)
             leaves = pytree.tree_leaves((args, kwargs))
         self._take(leaves)
+        try:
+            return self._run_or_replay(args, kwargs)
+        finally:
+            if self._state is CaptureState.CAPTURED:
+                for number in self._borrowed:  # whoever gave it may ask who else holds it
+                    self._inputs[number] = None
+
+    def _run_or_replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._state is CaptureState.WARMING_UP:
             if self._runs < self._warmup:
                 return self._run()
@@ -273,6 +282,7 @@ class Capture:
         self._buffers: list[torch.Tensor] = []
         self._moving: list[int] = []
         self._staying = [n for n, leaf in enumerate(self._signature.leaves) if leaf.kind is Kind.STAYS]
+        self._borrowed = [n for n in self._staying if not isinstance(leaves[n], torch.nn.Parameter)]
         for number, (leaf, found) in enumerate(zip(self._signature.leaves, leaves, strict=True)):
             if leaf.kind is Kind.MOVES:
                 buffer = found.detach().clone().requires_grad_(found.requires_grad)
@@ -282,9 +292,8 @@ class Capture:
             self._inputs.append(found)
 
     def _take(self, leaves: Sequence[Any]) -> None:
-        if self._state is not CaptureState.CAPTURED:
-            for number in self._staying:  # until the capture they may lie elsewhere each time
-                self._inputs[number] = leaves[number]
+        for number in self._borrowed:  # until the capture they may lie elsewhere each time
+            self._inputs[number] = leaves[number]
         if self._buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._buffers, [leaves[number] for number in self._moving])
@@ -308,6 +317,7 @@ class Capture:
         grads = self._residents.grads()
         recording: Recording | None = None
         try:
+            check_process_groups()
             recording, result = self._backend.record(self._call, self._generators)
             outputs, structure = pytree.tree_flatten(result)
             for number, output in enumerate(outputs):
@@ -367,7 +377,7 @@ class Capture:
 
     def _forget(self, why: str) -> None:
         self._lease.ended = why
-        self._inputs, self._buffers, self._moving, self._staying = [], [], [], []
+        self._inputs, self._buffers, self._moving, self._staying, self._borrowed = [], [], [], [], []
         self._graph.close()
 
 

@@ -20,7 +20,10 @@ from torch.utils import _pytree as pytree
 from te_offload.errors import ArgumentError
 from te_offload.graphs.backend import Backend, CudaBackend, Pool
 from te_offload.graphs.capture import Capture
+from te_offload.graphs.collectives import check_collectives, is_collective
+from te_offload.graphs.holding import Holding
 from te_offload.graphs.predicate import reasons, runs
+from te_offload.graphs.states import CaptureState
 from te_offload.graphs.weak import Lease, WeakOutput
 
 
@@ -47,6 +50,7 @@ def cudagraph_pass(
     min_ops: int = 2,
     warmup: int = 3,
     clone_outputs: bool = False,
+    saved_outputs: Sequence[int] | None = None,
     pool: Pool | None = None,
     make_backend: Callable[[torch.device], Backend] | None = None,
 ) -> GraphedModule:
@@ -58,11 +62,15 @@ def cudagraph_pass(
             saved.
         min_ops: parts with fewer calls are not worth a graph. warmup: runs of a part before it is captured.
         clone_outputs: return copies; else outputs may be read until the next call.
+        saved_outputs: numbers of outputs that wait for another graph, as a forward's saved tensors do for its backward. If
+            given, outputs may be held as long as one likes: a call that comes while one is held runs eagerly; of an output
+            that is none of these, copies are returned from then on.
         pool: memory to share with captures that are replayed in the order in which they were captured.
         make_backend: who captures.
 
     Raises:
         ArgumentError: no tensor among the inputs; a number of a static input that there is not.
+        CaptureError: a collective of NCCL would hang with torch's allocator as it is configured.
     """
     device = next(
         (one.device for one in pytree.tree_leaves(list(example_inputs)) if isinstance(one, torch.Tensor)), None
@@ -77,10 +85,19 @@ def cudagraph_pass(
     static |= {
         node for node, one in zip(placeholders, example_inputs, strict=True) if isinstance(one, torch.nn.Parameter)
     }
+    if any(is_collective(node) for node in module.graph.nodes):
+        check_collectives(device)
     parts, place = _cut(module, device, static, min_ops)
     split = split_module(module, module, lambda node: place[node], keep_original_order=True)
     backend = make_backend(device) if make_backend is not None else CudaBackend(device, pool)
-    return GraphedModule(split, parts, {node.name for node in static}, backend, warmup, clones=clone_outputs)
+    names = [node.name for node in placeholders if node in static]
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    returned = [one.name if isinstance(one, Node) else "" for one in pytree.tree_leaves(output.args[0])]
+    graphed = GraphedModule(split, parts, set(names), backend, warmup, clones=clone_outputs)
+    graphed._output_names = tuple(returned)
+    if saved_outputs is not None:
+        graphed.holding = Holding(module, [node in static for node in placeholders], saved_outputs)
+    return graphed
 
 
 def _cut(
@@ -118,7 +135,7 @@ class GraphedModule:
     """A graph of which parts are CUDA graphs; see `cudagraph_pass`.
 
     Attributes:
-        parts: in order.
+        parts: in order. holding: follows outputs that are held; ``None``: they may be read until the next call.
     """
 
     def __init__(
@@ -143,6 +160,9 @@ class GraphedModule:
                 setattr(split, node.target, replayed)
                 in_place.add(node.name)
         output = next(node for node in split.graph.nodes if node.op == "output")
+        self._static_names = frozenset(static)
+        self._output_names: tuple[str, ...] = ()
+        self.holding: Holding | None = None
         self._leased = [
             isinstance(one, Node) and one.name in in_place - static for one in pytree.tree_leaves(output.args[0])
         ]
@@ -152,11 +172,40 @@ class GraphedModule:
         """Of the parts that are captured; ``None`` before the first call."""
         return tuple(replayed.capture for replayed in self._replayed)
 
+    @property
+    def static_names(self) -> frozenset[str]:
+        """Names of the inputs that stay in place."""
+        return self._static_names
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the nodes that are returned; empty for what is no node."""
+        return self._output_names
+
+    @property
+    def leased(self) -> tuple[bool, ...]:
+        """Which outputs lie in the memory of a graph."""
+        return tuple(self._leased)
+
     def __call__(self, *inputs: Any) -> Any:
         """Run all parts."""
+        holding = self.holding
+        if holding is not None:
+            why = self._cannot() or holding.why_eagerly(inputs)
+            if why is not None:
+                if holding.is_stuck:
+                    for replayed in self._replayed:
+                        replayed.start_over()
+                    holding.start_over()
+                return holding.run_eagerly(why, inputs)
         self._lease.ended = "a later replay"
         self._lease = lease = Lease()
         leaves, structure = pytree.tree_flatten(self._split(*inputs))
+        if holding is not None:
+            captured = [one is not None and one.state is CaptureState.CAPTURED for one in self.captures]
+            if any(captured):
+                leaves = holding.hand_out(leaves, self._leased, inputs, copies=not all(captured))
+            return pytree.tree_unflatten(leaves, structure)
         found = []
         for leased, one in zip(self._leased, leaves, strict=True):
             if leased and isinstance(one, torch.Tensor):
@@ -164,12 +213,23 @@ class GraphedModule:
             found.append(one)
         return pytree.tree_unflatten(found, structure)
 
+    def _cannot(self) -> str | None:
+        """Why its parts cannot be replayed, though they should."""
+        failed = any(one is not None and one.state is CaptureState.EAGER for one in self.captures)
+        return "a part could not be captured" if failed else None
+
     def report(self) -> str:
         """A line for each part, and one for each reason."""
         lines = []
         for part in self.parts:
             lines.append(f"{part.name}: {part.ops} calls, {'a CUDA graph' if part.captured else 'eager'}")
             lines += [f"  {reason}" for reason in part.reasons]
+        for replayed in self._replayed:
+            capture = replayed.capture
+            if capture is not None and capture.reason is not None:
+                lines.append(f"  could not be captured: {type(capture.reason).__name__}: {capture.reason}")
+        if self.holding is not None:
+            lines += [f"  {count} calls ran eagerly: {why}" for why, count in self.holding.eager.items()]
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:
@@ -204,6 +264,11 @@ class _Replayed(torch.nn.Module):
                 raw_outputs=True,
             )
         return self.capture(*inputs)
+
+    def start_over(self) -> None:
+        """Warm up and capture anew."""
+        self.close()
+        self.capture = None
 
     def close(self) -> None:
         """Give up its graph."""

@@ -1,0 +1,203 @@
+"""The backend of torch.compile that captures forward and backward, on a backend of captures that needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from te_offload.errors import CaptureError
+from te_offload.graphs import CudagraphBackend
+from te_offload.graphs.collectives import conflict
+from tests.support.fake_graphs import FakeBackend
+
+
+class Net(torch.nn.Module):
+    """Two linear layers and what lies between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.norm(x + self.second(torch.nn.functional.silu(self.first(x))))
+        return found
+
+
+@pytest.fixture
+def backend() -> Iterator[CudagraphBackend]:
+    torch._dynamo.reset()
+    found = CudagraphBackend(make_backend=lambda device: FakeBackend())
+    yield found
+    found.close()
+    torch._dynamo.reset()
+
+
+def data(count: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 8, generator=random) for _ in range(count)]
+
+
+def eager_calls(backend: CudagraphBackend) -> tuple[dict[str, int], dict[str, int]]:
+    backward = backend.backwards[0]
+    assert backward is not None and backward.holding is not None
+    holding = backend.forwards[0].holding
+    assert holding is not None
+    return dict(holding.eager), dict(backward.holding.eager)
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module, *, grads: bool = False) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a.grad, b.grad) if grads and a.grad is not None and b.grad is not None else torch.equal(a, b)
+               for a, b in pairs)  # fmt: skip
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_training_through_the_backend_gives_the_bits_of_eager_training(
+    backend: CudagraphBackend, set_to_none: bool
+) -> None:
+    eager, net = Net(), Net()
+    compiled: Any = torch.compile(net, backend=backend)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (eager, net)]
+    for x in data(12):
+        losses = []
+        for call, optimizer in zip((eager, compiled), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = call(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            del loss
+        assert torch.equal(*losses)
+    assert same(eager, net)
+    forward, backward = eager_calls(backend)
+    assert forward == {}
+    assert backward == {}  # gradients that stay are those of the first backward, which no graph computed
+    captures = [*backend.forwards[0].captures, *backend.backwards[0].captures]  # type: ignore[union-attr]
+    assert all(one is not None and one._graph.replays >= 6 for one in captures)
+
+
+def test_saved_tensors_of_a_captured_forward_are_static_for_the_backward(backend: CudagraphBackend) -> None:
+    net = Net()
+    compiled = torch.compile(net, backend=backend)
+    for x in data(6):
+        compiled(x).sum().backward()
+        net.zero_grad()
+    backward = backend.backwards[0]
+    assert backward is not None
+    (capture,) = backward.captures
+    assert capture is not None
+    moving = [leaf.name for leaf in capture._signature.leaves if leaf.kind.name == "MOVES"]
+    assert len(moving) <= 2, moving  # the tangent, and the input, which the forward saved as it came
+
+
+def test_second_forward_before_the_backward_is_not_replayed(backend: CudagraphBackend) -> None:
+    eager, net = Net(), Net()
+    compiled = torch.compile(net, backend=backend)
+    batches = data(8)
+    for x in batches[:5]:
+        compiled(x).sum().backward()
+    for one in (eager, net):
+        one.zero_grad()
+    for call in (eager, compiled):
+        losses = [call(x).square().sum() for x in batches[5:]]
+        for loss in losses:
+            loss.backward()
+    assert same(eager, net, grads=True)
+    assert eager_calls(backend)[0] == {"a backward is still to come": 2}
+
+
+def test_outputs_and_gradients_that_are_held_do_not_change(backend: CudagraphBackend) -> None:
+    net = Net()
+    compiled = torch.compile(net, backend=backend)
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for x in data(16):
+        for parameter in net.parameters():
+            parameter.grad = None
+        y = compiled(x)
+        y.sum().backward()
+        grad = net.first.weight.grad
+        assert grad is not None
+        held += [(y, y.detach().clone()), (grad, grad.clone())]
+    assert all(torch.equal(one, copy) for one, copy in held)
+    forward, backward = eager_calls(backend)
+    assert forward == {"an output of an earlier call is held": 3} == backward  # then new graphs, and copies
+    captures = [*backend.forwards[0].captures, *backend.backwards[0].captures]  # type: ignore[union-attr]
+    assert all(one is not None and one._graph.replays >= 4 for one in captures)
+
+
+def test_output_that_is_held_until_the_next_one_is_there_costs_one_eager_call(backend: CudagraphBackend) -> None:
+    compiled = torch.compile(Net(), backend=backend)
+    for x in data(10):
+        y = compiled(x)
+        y.sum().backward()
+    assert eager_calls(backend)[0] == {"an output of an earlier call is held": 1}
+
+
+def test_no_grad_calls_have_graphs_of_their_own(backend: CudagraphBackend) -> None:
+    eager, net = Net(), Net()
+    compiled = torch.compile(net, backend=backend)
+    for x in data(6):
+        with torch.no_grad():
+            assert torch.equal(compiled(x), eager(x))
+        assert torch.equal(compiled(x).detach(), eager(x).detach())
+    assert len(backend.forwards) == 2 and "a CUDA graph" in backend.report()
+
+
+def test_part_that_cannot_be_captured_leaves_all_right(backend: CudagraphBackend) -> None:
+    failing = CudagraphBackend(make_backend=lambda device: FakeBackend("begin"))
+    eager, net = Net(), Net()
+    compiled = torch.compile(net, backend=failing)
+    for x in data(7):
+        for call in (eager, compiled):
+            call(x).square().sum().backward()
+    assert same(eager, net, grads=True)
+    assert "could not be captured: RuntimeError: injected: begin" in failing.report()
+    assert "calls ran eagerly: a part could not be captured" in failing.report()
+
+
+@pytest.mark.parametrize(
+    ("environment", "hangs"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:true"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)
+def test_settings_with_which_captured_collectives_hang_are_known(environment: dict[str, str], hangs: bool) -> None:
+    """Failure 20."""
+    why = conflict(environment)
+    assert (why is not None) is hangs
+    assert why is None or "NCCL_GRAPH_REGISTER=0" in why
+
+
+def test_collectives_are_not_captured_with_settings_with_which_they_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_offload.graphs.collectives import check_collectives
+
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    with pytest.raises(CaptureError, match="before the process group is made"):
+        check_collectives(torch.device("cuda"))
+    check_collectives(torch.device("cpu"))
+
+
+def test_static_inputs_that_moved_run_eagerly_until_they_stay() -> None:
+    from te_offload.graphs.holding import Holding
+
+    def run(*inputs: Any) -> Any:
+        return inputs
+
+    holding = Holding(run, [True], ())
+    first, second = torch.ones(3), torch.ones(3)
+    assert holding.why_eagerly([first]) is None
+    holding.hand_out([], [], [first], copies=False)
+    assert holding.why_eagerly([first]) is None
+    assert [holding.why_eagerly([second]) for _ in range(3)] == ["a static input is somewhere else"] * 2 + [None]
