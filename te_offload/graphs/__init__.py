@@ -9,6 +9,7 @@ from te_offload.graphs.capture import Capture, capture
 from te_offload.graphs.compile_backend import CudagraphBackend
 from te_offload.graphs.fx_pass import GraphedModule, Part, cudagraph_pass
 from te_offload.graphs.layers import LayerGraphs, capture_layers
+from te_offload.graphs.preflight import Preflight, preflight
 from te_offload.graphs.states import CaptureState
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "LayerGraphs",
     "Part",
     "Pool",
+    "Preflight",
     "capture",
     "capture_layers",
     "cudagraph_pass",
+    "preflight",
 ]
