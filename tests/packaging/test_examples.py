@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
-EXAMPLES = [path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "capture_step")]
+EXAMPLES = [
+    path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__" and not path.stem.startswith("capture")
+]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -27,9 +29,10 @@ def test_fused_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(last) < 0.9 * float(first)
 
 
-def test_example_of_a_capture_says_what_it_needs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["capture_step", "capture_layers"])
+def test_example_of_a_capture_says_what_it_needs_without_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "needs one" in importlib.import_module("examples.capture_step").main()
+    assert "needs one" in importlib.import_module(f"examples.{name}").main()
 
 
 @pytest.mark.gpu
@@ -37,6 +40,15 @@ def test_example_of_a_capture_trains_in_a_graph(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("TE_OFFLOAD_FUSED_MLP")
     text = importlib.import_module("examples.capture_step").main()
     assert "; captured; " in text and " 0 bytes" not in text
+    first, last = text.split(";")[0].split()[1::2]
+    assert float(last) < float(first)
+
+
+@pytest.mark.gpu
+def test_example_of_layers_as_graphs_trains_and_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TE_OFFLOAD_FUSED_MLP")
+    text = importlib.import_module("examples.capture_layers").main()
+    assert text.count(": captured, ") == 4 and "; 0 bytes" not in text and " eager: " not in text, text
     first, last = text.split(";")[0].split()[1::2]
     assert float(last) < float(first)
 

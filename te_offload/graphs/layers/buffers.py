@@ -23,6 +23,9 @@ class Buffers:
 
     Args:
         ground: where. tensors: like which.
+
+    Attributes:
+        segments: their addresses. nbytes: of all.
     """
 
     def __init__(self, ground: Ground, tensors: Sequence[torch.Tensor]) -> None:
@@ -33,7 +36,7 @@ class Buffers:
             places.append((end, tensor.dtype, tensor.size(), nbytes))
             end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self.segments = [ground.space.add_segment(end)] if end else []
-        self._nbytes = end
+        self.nbytes = end
         self._items = [
             Item(Extent(self.segments[0] if end else 0, end), offset, dtype, size, _dense(size))
             for offset, dtype, size, _ in places
@@ -43,7 +46,7 @@ class Buffers:
         """Their memory."""
         if not self.segments:
             return torch.UntypedStorage(0, device=self._space.device)
-        return self._space.storage(self.segments[0], self._nbytes)
+        return self._space.storage(self.segments[0], self.nbytes)
 
     def in_use(self) -> bool:
         """Whether someone holds it."""

@@ -120,7 +120,7 @@ class LayerGraphs:
         self._ground.give_up(())
 
     def report(self) -> str:
-        """A line a layer, and what memory the graphs hold."""
+        """What became of each layer and what its graphs have addresses for, and what memory all of them hold."""
         lines = []
         for name, scope in self.scopes.items():
             line = f"{name}: {scope.state.value}, {scope.replays} replays"
@@ -131,6 +131,9 @@ class LayerGraphs:
             for why in scope.recaptures:
                 line += f"; captured anew: {why}"
             lines.append(line)
+            found = [f"{what} {format_bytes(nbytes)}" for what, nbytes in scope.bytes().items() if nbytes]
+            if found:
+                lines.append(f"  addresses for {', '.join(found)}")
         bank = self._ground.bank
         lines.append(
             f"memory of the graphs: {format_bytes(bank.held)}, at most {format_bytes(bank.most_held)}; in use now: "

@@ -259,6 +259,26 @@ class GraphPair:
         self._zones = {extent: space.zones(*extent) for group in groups for extent in group}
         self._ground.add_outputs([item.address for item in self._outputs if item is not None])
 
+    def bytes(self) -> dict[str, int]:
+        """What its graphs have addresses for, by what lies there; the memory behind them is shared and comes and goes."""
+        space = self._ground.space
+
+        def of(extents: Sequence[Extent]) -> int:
+            return sum({zone.begin: zone.nbytes for extent in extents for zone in self._zones[extent]}.values())
+
+        whole = sum(zone.nbytes for segment in self._segments for zone in space.zones_of(segment))
+        owned = sum(zone.nbytes for zones in self._whole for zone in zones)
+        assert self._grads is not None
+        return {
+            "inputs": self._inputs.nbytes,
+            "outputs": of(self._output_extents),
+            "slots and saved tensors": of(self._taken),
+            "what else the backward reads": of(self._carried),
+            "gradients that come in": self._grads.nbytes,
+            "gradients": of(self._gradient_extents),
+            "scratch": whole - owned,
+        }
+
     # Replay ----------------------------------------------------------------------------------------------------------
 
     def busy(self, leaves: Sequence[Any]) -> str | None:

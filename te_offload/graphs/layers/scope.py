@@ -100,6 +100,10 @@ class LayerScope:
         self.replays += 1
         return self._replay(self._pair, leaves)
 
+    def bytes(self) -> dict[str, int]:
+        """What its graphs have addresses for; see `GraphPair.bytes`."""
+        return {} if self._pair is None else self._pair.bytes()
+
     def close(self) -> None:
         """The module's own forward again. The device must be idle. Idempotent."""
         if self._state is CaptureState.CLOSED:
