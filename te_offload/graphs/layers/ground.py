@@ -49,6 +49,10 @@ class Ground:
         self.launched: Callable[[], None] = _nothing
         self._replays_on: torch.cuda.Stream | None = None
 
+    def in_capture(self) -> bool:
+        """Whether someone captures the current stream."""
+        return torch.cuda.is_current_stream_capturing()
+
     def order(self) -> None:
         """What has been let go of so far is used by nothing that is queued on the current stream from now on."""
         self.bank.order(self.transfer.mark)

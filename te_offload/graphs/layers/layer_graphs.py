@@ -19,6 +19,8 @@ from te_offload.graphs.states import CaptureState
 from te_offload.offload.session import OffloadSession
 from te_offload.units import format_bytes
 
+_DEVICES = ("cuda",)
+
 
 def capture_layers(
     layers: torch.nn.Module | Iterable[torch.nn.Module] | Mapping[str, torch.nn.Module],
@@ -58,7 +60,7 @@ def capture_layers(
     if on_mismatch not in MISMATCHES:
         raise ArgumentError(f"on_mismatch must be one of {', '.join(MISMATCHES)}, but is {on_mismatch!r}.")
     devices = {parameter.device for module in named.values() for parameter in module.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+    if len(devices) != 1 or next(iter(devices)).type not in _DEVICES:
         found = ", ".join(sorted(map(str, devices))) or "no device"
         raise CaptureError(f"Nothing to capture: the layers are on {found}. Graphs of layers need them on one GPU.")
     ground = Ground(devices.pop(), virtual=virtual)

@@ -73,7 +73,7 @@ class LayerScope:
         Raises:
             InputMismatchError: inputs of another kind, or parameters that moved.
         """
-        if torch.cuda.is_current_stream_capturing():
+        if self._ground.in_capture():
             return self._function(*args, **kwargs)  # a part of that capture
         if self._state is CaptureState.WARMING_UP and self._runs < self._warmup:
             return self._warm_up(args, kwargs)

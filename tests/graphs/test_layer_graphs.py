@@ -1,0 +1,299 @@
+"""Layers as graphs of their own, without a GPU: what is replayed and what not, whose memory stays, failures, the end."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from te_offload import Fate, OffloadSession
+from te_offload.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BackwardTwiceError,
+    CaptureError,
+    InputMismatchError,
+    StaleOutputError,
+)
+from te_offload.graphs import CaptureState, LayerGraphs, capture_layers
+from tests.support.toy_layer import FakeGround, Machine, Toy, install
+
+WIDTH, ROWS = 256, 512
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return install(monkeypatch)
+
+
+def layers(machine: Machine, count: int = 3) -> torch.nn.ModuleList:
+    return torch.nn.ModuleList(Toy(WIDTH, machine) for _ in range(count))
+
+
+def batches(count: int, rows: int = ROWS) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(rows, WIDTH, generator=random) for _ in range(count)]
+
+
+def run(stack: torch.nn.ModuleList, x: torch.Tensor, *, zero: bool = True) -> torch.Tensor:
+    if zero:
+        stack.zero_grad()
+    for layer in stack:
+        x = x + layer(x)
+    x.square().sum().backward()
+    return x.detach().clone()
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def ground_of(graphs: LayerGraphs) -> FakeGround:
+    ground = graphs._ground
+    assert isinstance(ground, FakeGround)
+    return ground
+
+
+def test_replays_give_what_the_layers_give(machine: Machine) -> None:
+    eager, stack = layers(machine), layers(machine)
+    with capture_layers(stack, warmup=2) as graphs:
+        for x in batches(8):
+            assert torch.equal(run(eager, x), run(stack, x))
+            assert same(eager, stack)
+        assert graphs.captured and [one.replays for one in graphs.scopes.values()] == [6] * 3
+        assert machine.log.count("replay") == 2 * 3 * 6
+        assert "addresses for inputs" in graphs.report() and "scratch" in graphs.report()
+
+
+def test_session_takes_saved_tensors_between_the_graphs_and_brings_them_back_to_their_addresses(
+    machine: Machine,
+) -> None:
+    eager, stack = layers(machine), layers(machine)
+    with OffloadSession(stack, min_bytes=0) as session, capture_layers(stack, session=session, warmup=2) as graphs:
+        for x in batches(6):
+            expected = run(eager, x)
+            with session.step():
+                assert torch.equal(expected, run(stack, x))
+            assert same(eager, stack)
+        record = session.records[-1]
+        assert graphs.captured
+        assert record.bytes_out == record.bytes_back == 3 * ROWS * WIDTH * 4  # `inner`; the input crosses the border
+        assert {row.fate for row in record.slots} == {Fate.OFFLOADED}
+
+
+def test_what_went_to_the_host_has_no_memory_until_it_is_back(machine: Machine) -> None:
+    used = []
+    for min_bytes in (1 << 30, 0):
+        stack = layers(machine)
+        with OffloadSession(stack, min_bytes=min_bytes) as session, capture_layers(stack, session=session) as graphs:
+            for x in batches(5):
+                with session.step():
+                    run(stack, x)
+            with session.step():
+                x = batches(1)[0]
+                for layer in stack:
+                    x = x + layer(x)
+                graphs.settle()
+                used.append(graphs.used_bytes)
+                x.sum().backward()
+    assert used[0] - used[1] == 3 * (2 << 20)  # `inner` of each layer, in pages
+
+
+def test_everything_but_scratch_is_unused_after_the_backward(machine: Machine) -> None:
+    stack = layers(machine)
+    with capture_layers(stack, warmup=1) as graphs:
+        for x in batches(3):
+            run(stack, x)
+        stack.zero_grad()
+        gc.collect()
+        graphs.settle()
+        scratch = sum(piece.length for piece in ground_of(graphs).bank._scratch)
+        assert 0 < graphs.used_bytes == scratch
+        assert scratch < 3 * (16 << 20)  # one layer's, not all layers'
+
+
+def test_microbatches_accumulate_and_a_gradient_moves_out_of_the_way(machine: Machine) -> None:
+    eager, stack = layers(machine), layers(machine)
+    with capture_layers(stack, warmup=1) as graphs:
+        for number, x in enumerate(batches(7)):
+            run(eager, x, zero=number == 2), run(stack, x, zero=number == 2)
+        assert same(eager, stack) and graphs.captured
+
+
+def test_forward_before_the_last_ones_backward_runs_eagerly(machine: Machine) -> None:
+    eager, stack = layers(machine, 1), layers(machine, 1)
+    x, *more = batches(4)
+    with capture_layers(stack, warmup=1) as graphs:
+        run(stack, x), run(stack, x)
+        for one in (eager, stack):
+            one.zero_grad()
+            outputs = [one[0](batch) for batch in more]
+            for output in outputs:
+                output.sum().backward()
+        assert same(eager, stack)
+        assert dict(graphs.scopes["layer0"].eager) == {
+            "an output or a saved tensor of an earlier call is in use": 2,
+        }
+
+
+def test_output_that_is_held_keeps_its_numbers(machine: Machine) -> None:
+    stack = layers(machine, 1)
+    with capture_layers(stack, warmup=1):
+        run(stack, batches(1)[0])
+        held = [stack[0](x).detach() for x in batches(4)]
+        expected = [torch.relu(x * stack[0].weight) for x in batches(4)]
+        assert all(torch.equal(one, other) for one, other in zip(held, expected, strict=True))
+
+
+def test_gradient_that_is_held_is_not_written_over(machine: Machine) -> None:
+    stack = layers(machine, 1)
+    with capture_layers(stack, warmup=1):
+        for x in batches(2):
+            run(stack, x)
+        held = stack[0].weight.grad
+        assert held is not None
+        before = held.clone()
+        stack.zero_grad()
+        with pytest.raises(StaleOutputError, match="layer0: a gradient of its last backward"):
+            stack[0](x).sum().backward()
+        assert torch.equal(held, before)
+
+
+def test_second_backward_over_one_forward_is_an_error(machine: Machine) -> None:
+    stack = layers(machine, 1)
+    with capture_layers(stack, warmup=1):
+        run(stack, batches(1)[0])
+        output = stack[0](batches(1)[0]).sum()
+        output.backward(retain_graph=True)
+        with pytest.raises(BackwardTwiceError, match="layer0: a second backward"):
+            output.backward()
+
+
+def test_input_that_was_another_layers_output_is_read_where_it_lies(machine: Machine) -> None:
+    eager, stack = layers(machine, 2), layers(machine, 2)
+    with capture_layers(stack, warmup=1) as graphs:
+        for x in batches(4):
+            for one in (eager, stack):
+                one.zero_grad()
+                one[1](one[0](x)).sum().backward()
+            assert same(eager, stack)
+        assert graphs.captured
+        assert [len(scope._pair.chained) for scope in graphs.scopes.values() if scope._pair is not None] == [0, 1]
+        stack[1](batches(1)[0].requires_grad_()).sum().backward()  # not layer 0's output
+        assert dict(graphs.scopes["layer1"].eager) == {"an input was another layer's output, and is not": 1}
+
+
+@pytest.mark.parametrize("how", ["no grad", "checkpoint", "hook"])
+def test_calls_that_no_graph_takes_are_counted_with_their_reason(machine: Machine, how: str) -> None:
+    stack = layers(machine, 1)
+    x = batches(1)[0]
+    with capture_layers(stack, warmup=1) as graphs:
+        run(stack, x), run(stack, x)
+        stack.zero_grad()
+        if how == "no grad":
+            with torch.no_grad():
+                stack[0](x)
+            expected = {"no gradients are asked for": 1}
+        elif how == "hook":
+            with torch.autograd.graph.save_on_cpu():
+                stack[0](x).sum().backward()
+            expected = {"another saved-tensor hook is active": 1}
+        else:
+            y = x.clone().requires_grad_()
+            torch.utils.checkpoint.checkpoint(stack[0], y, use_reentrant=True).sum().backward()
+            expected = {"no gradients are asked for": 1, "inside a backward": 1}
+        assert dict(graphs.scopes["layer0"].eager) == expected
+
+
+@pytest.mark.parametrize("on_mismatch", ["raise", "recapture", "eager"])
+def test_other_shapes_are_an_error_a_capture_or_an_eager_call(machine: Machine, on_mismatch: str) -> None:
+    eager, stack = layers(machine, 1), layers(machine, 1)
+    with capture_layers(stack, warmup=1, on_mismatch=on_mismatch) as graphs:
+        for x in batches(2):
+            run(stack, x)
+        for x in batches(3, rows=100):
+            if on_mismatch == "raise":
+                with pytest.raises(InputMismatchError, match=r"layer0: .* was \(512, 256\) .* and is \(100, 256\)"):
+                    run(stack, x)
+                return
+            assert torch.equal(run(eager, x), run(stack, x)) and same(eager, stack)
+        scope = graphs.scopes["layer0"]
+        assert scope.replays == (1 if on_mismatch == "eager" else 3)
+        assert len(scope.recaptures) == (on_mismatch == "recapture")
+
+
+def test_parameter_that_moved_is_noticed(machine: Machine) -> None:
+    stack = layers(machine, 1)
+    with capture_layers(stack, warmup=1):
+        for x in batches(2):
+            run(stack, x)
+        stack[0].weight.data = stack[0].weight.data.clone()
+        with pytest.raises(InputMismatchError, match="weight was at"):
+            run(stack, x)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_failed_capture_leaves_nothing_behind_and_the_layer_right(machine: Machine, where: str) -> None:
+    eager, stack = layers(machine, 1), layers(machine, 1)
+    machine.fails_at = where
+    with capture_layers(stack, warmup=1) as graphs:
+        for x in batches(4):
+            assert torch.equal(run(eager, x), run(stack, x)) and same(eager, stack)
+        scope = graphs.scopes["layer0"]
+        assert scope.state is CaptureState.EAGER and f"RuntimeError: injected: {where}" in graphs.report()
+        graphs.settle()
+        assert graphs.used_bytes == 0 and not ground_of(graphs).memory.mapped
+
+
+def test_close_gives_forward_and_memory_back_but_not_under_a_living_tensor(machine: Machine) -> None:
+    stack = layers(machine, 2)
+    graphs = capture_layers(stack, warmup=1)
+    for x in batches(3):
+        run(stack, x)
+    grads = [layer.weight.grad.clone() for layer in stack]
+    output = stack[0](x)
+    expected = output.detach().clone()
+    memory = ground_of(graphs).memory
+    graphs.close()
+    graphs.close()
+    assert all("forward" not in layer.__dict__ for layer in stack)
+    assert all(torch.equal(layer.weight.grad, grad) for layer, grad in zip(stack, grads, strict=True))
+    assert torch.equal(output, expected) and memory.mapped  # it is held
+    del output
+    gc.collect()
+    graphs.settle()
+    ground_of(graphs).close()
+    assert not memory.mapped and memory.created == 0 == graphs.held_bytes
+    run(stack, x)
+
+
+def test_graphs_are_closed_when_nobody_has_them(machine: Machine) -> None:
+    stack = layers(machine, 1)
+    graphs: Any = capture_layers(stack, warmup=1)
+    for x in batches(2):
+        run(stack, x)
+    del graphs
+    gc.collect()
+    assert "forward" not in stack[0].__dict__ and machine.log.count("close") == 4  # two rehearsals, two graphs
+
+
+def test_what_cannot_be_captured_is_an_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = layers(machine, 2)
+    with pytest.raises(ArgumentError, match="layers is empty"):
+        capture_layers([])
+    with pytest.raises(ArgumentTypeError, match="layer1 must be a module, but is int"):
+        capture_layers([stack[0], 3])  # type: ignore[list-item]
+    with pytest.raises(ArgumentError, match="layer1 is layer0, or inside it"):
+        capture_layers([torch.nn.Sequential(stack[0]), stack[0]])
+    with pytest.raises(ArgumentError, match="warmup must be 1 or more"):
+        capture_layers(stack, warmup=0)
+    with pytest.raises(ArgumentError, match="on_mismatch must be one of raise, recapture, eager"):
+        capture_layers(stack, on_mismatch="ignore")
+    with capture_layers({"first": stack[0]}), pytest.raises(ArgumentError, match="layer0 has graphs already"):
+        capture_layers(stack)
+    monkeypatch.undo()
+    with pytest.raises(CaptureError, match="the layers are on cpu"):
+        capture_layers(stack)

@@ -1,0 +1,215 @@
+"""Graphs of layers without a GPU: a layer that computes where it is told to, and captures that run it there again.
+
+Addresses are real, and lose their memory when nobody owns them (`paged_memory.py`): what is read too late ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from te_offload.graphs.backend import Pool
+from te_offload.graphs.layers import layer_graphs, pair, scope
+from te_offload.graphs.layers.bank import Bank, Zone
+from te_offload.graphs.layers.ground import Ground
+from te_offload.graphs.layers.pool import Extent, SegmentPool
+from te_offload.graphs.layers.space import Space
+from te_offload.offload.transfer import CpuTransfer
+from tests.support.paged_memory import PagedMemory
+
+_SEGMENT = 16 << 20
+_STRIDE = 2 << 20  # of allocations, so that each has zones of its own
+
+
+def at(address: int, shape: Sequence[int], gone: Callable[[], object] | None = None) -> torch.Tensor:
+    """Floats at an address, which nobody owns. ``gone``: called when no tensor is over them any more."""
+    count = torch.Size(shape).numel()
+    kind = type("Buffer", (ctypes.c_char * (4 * count),), {})  # a class of Python's, so that it can be watched
+    buffer = kind.from_address(address)
+    if gone is not None:
+        weakref.finalize(buffer, gone)
+    return torch.frombuffer(buffer, dtype=torch.float32).view(tuple(shape))
+
+
+class FakePool(SegmentPool):
+    """Hands out memory of one segment, always in the same order."""
+
+    made: dict[Any, FakePool]
+
+    def __init__(self, space: Space, lengths: Sequence[int], stream: Any) -> None:
+        self._space = space
+        self.sealed = False
+        self.segments = [space.add_segment(_SEGMENT)] if lengths else []
+        self._zones: list[Zone] = [zone for segment in self.segments for zone in space.zones(segment, 1)]
+        space.bank.occupy(self._zones)
+        self.handle = id(self), 0
+        self.used = 0
+        self._alive: dict[int, Extent] = {}
+        FakePool.made[self.handle] = self
+
+    def take(self, shape: Sequence[int]) -> torch.Tensor:
+        """Floats."""
+        address = self.segments[0] + self.used
+        self.used += _STRIDE
+        self._alive[address] = Extent(address, 4 * torch.Size(shape).numel())
+        return at(address, shape, functools.partial(self._alive.pop, address, None))
+
+    def live(self) -> list[Extent]:
+        return sorted(self._alive.values())
+
+
+class Machine:
+    """Stands in for CUDA: captures, and where captured functions find memory.
+
+    Attributes:
+        fails_at: "forward" or "backward": its capture, outside of rehearsals, raises. log: what was done.
+    """
+
+    def __init__(self) -> None:
+        self.fails_at = ""
+        self.pool: FakePool | None = None
+        self.capturing = False
+        self.log: list[str] = []
+        self.ran: Callable[[], None] = lambda: None  # does again what the captured function did
+
+    def take(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.empty(tuple(shape)) if self.pool is None else self.pool.take(shape)
+
+
+class FakeBackend:
+    """See `graphs.backend.CudaBackend`."""
+
+    machine: Machine
+
+    def __init__(self, device: torch.device, pool: Pool | None, stream: Any = None) -> None:
+        self._pool = pool
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def record(self, function: Callable[[], Any], generators: Sequence[Any]) -> tuple[FakeRecording, Any]:
+        machine, pool = self.machine, self._pool
+        assert pool is not None
+        rehearses = pool.handle is None
+        if rehearses:
+            pool.handle = "rehearsal"
+        machine.pool = None if rehearses else FakePool.made[pool.handle]
+        machine.capturing = True
+        try:
+            result = function()
+        finally:
+            machine.pool, machine.capturing = None, False
+        return FakeRecording(machine, machine.ran), result
+
+
+class FakeRecording:
+    def __init__(self, machine: Machine, run: Callable[[], None]) -> None:
+        self._machine, self._run = machine, run
+
+    def replay(self) -> None:
+        self._machine.log.append("replay")
+        self._run()
+
+    def close(self) -> None:
+        self._machine.log.append("close")
+        self._run = lambda: None
+
+
+class _Toy(torch.autograd.Function):
+    """``relu(x * weight)``, by hand, with memory from a machine."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, machine: Machine) -> torch.Tensor:
+        inner, scratch, found = (machine.take(x.shape) for _ in range(3))
+
+        def run(x: torch.Tensor, inner: torch.Tensor, scratch: torch.Tensor, found: torch.Tensor) -> None:
+            torch.mul(x, weight.detach(), out=inner)
+            torch.neg(inner, out=scratch)
+            torch.clamp(inner, min=0, out=found)
+
+        if machine.capturing and machine.pool is not None and machine.fails_at == "forward":
+            raise RuntimeError("injected: forward")
+        run(x.detach(), inner, scratch, found)
+        places = [(tensor.data_ptr(), tensor.shape) for tensor in (x, inner, scratch, found)]
+        machine.ran = lambda: run(*[at(*place) for place in places])
+        ctx.save_for_backward(x, inner, weight)
+        ctx.machine = machine
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        x, inner, weight = ctx.saved_tensors
+        machine: Machine = ctx.machine
+        if machine.capturing and machine.pool is not None and machine.fails_at == "backward":
+            raise RuntimeError("injected: backward")
+        scratch, of_x, of_weight = machine.take(x.shape), machine.take(x.shape), machine.take(weight.shape)
+
+        def run(*tensors: torch.Tensor) -> None:
+            grad, x, inner, scratch, of_x, of_weight = tensors
+            torch.mul(grad, (inner > 0).float(), out=scratch)
+            torch.mul(scratch, weight.detach(), out=of_x)
+            torch.sum(scratch * x, dim=0, out=of_weight)
+
+        run(grad, x.detach(), inner, scratch, of_x, of_weight)
+        places = [(tensor.data_ptr(), tensor.shape) for tensor in (grad, x, inner, scratch, of_x, of_weight)]
+        machine.ran = lambda: run(*[at(*place) for place in places])
+        return of_x, of_weight, None
+
+
+class Toy(torch.nn.Module):
+    """A layer with one weight."""
+
+    def __init__(self, width: int, machine: Machine) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, width))
+        self._machine = [machine]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Toy.apply(x, self.weight, self._machine[0])  # type: ignore[no-untyped-call]
+        return found
+
+
+class FakeGround(Ground):
+    """On the CPU."""
+
+    def __init__(self, device: torch.device, *, virtual: bool) -> None:
+        self.device = device
+        self.stream = None  # type: ignore[assignment]
+        self.resident = None if virtual else "as asked"
+        self.memory = PagedMemory()
+        self.bank = Bank(self.memory, lambda: None)
+        self.space = Space(device, self.bank)
+        self.transfer = CpuTransfer()
+        self._outputs = set()
+        self._given_up = set()
+        self.launched = lambda: None
+
+    def in_capture(self) -> bool:
+        return False
+
+    def begin_replay(self) -> None:
+        self.order()
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Have layers of the CPU captured."""
+    machine = Machine()
+    FakePool.made = {}
+    backend = type("Backend", (FakeBackend,), {"machine": machine})
+    for module in (pair, scope):
+        monkeypatch.setattr(module, "CudaBackend", backend)
+    monkeypatch.setattr(pair, "SegmentPool", FakePool)
+    monkeypatch.setattr(pair, "segment_lengths", lambda handle: [_SEGMENT])
+    monkeypatch.setattr(layer_graphs, "Ground", FakeGround)
+    monkeypatch.setattr(layer_graphs, "_DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return machine
