@@ -106,6 +106,18 @@ def test_zone_keeps_its_memory_until_its_last_owner_goes() -> None:
     assert bank.used == 0
 
 
+def test_zone_that_is_owned_again_before_the_order_keeps_its_memory() -> None:
+    bank, memory, clock = make_bank()
+    first, second = make_zones(memory, 2, 2)
+    bank.occupy([first])
+    bank.drop([first])
+    bank.count()
+    bank.occupy([first])
+    bank.order(clock.mark)
+    bank.occupy([second])
+    assert first.has_memory and second.has_memory and bank.used == 4 * MIB
+
+
 def test_scratch_of_several_graphs_is_one_memory() -> None:
     bank, memory, _ = make_bank()
     first, second, third = make_zones(memory, 10, 10, 12)

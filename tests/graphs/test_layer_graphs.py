@@ -28,8 +28,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return install(monkeypatch)
 
 
-def layers(machine: Machine, count: int = 3) -> torch.nn.ModuleList:
-    return torch.nn.ModuleList(Toy(WIDTH, machine) for _ in range(count))
+def layers(machine: Machine, count: int = 3, *, saves_two: bool = False) -> Any:  # a ModuleList of Toys
+    return torch.nn.ModuleList(Toy(WIDTH, machine, saves_two=saves_two) for _ in range(count))
 
 
 def batches(count: int, rows: int = ROWS) -> list[torch.Tensor]:
@@ -37,7 +37,7 @@ def batches(count: int, rows: int = ROWS) -> list[torch.Tensor]:
     return [torch.randn(rows, WIDTH, generator=random) for _ in range(count)]
 
 
-def run(stack: torch.nn.ModuleList, x: torch.Tensor, *, zero: bool = True) -> torch.Tensor:
+def run(stack: Any, x: torch.Tensor, *, zero: bool = True) -> torch.Tensor:
     if zero:
         stack.zero_grad()
     for layer in stack:
@@ -68,11 +68,16 @@ def test_replays_give_what_the_layers_give(machine: Machine) -> None:
         assert "addresses for inputs" in graphs.report() and "scratch" in graphs.report()
 
 
-def test_session_takes_saved_tensors_between_the_graphs_and_brings_them_back_to_their_addresses(
-    machine: Machine,
+@pytest.mark.parametrize("saved", [1, 2])
+def test_session_takes_saved_tensors_between_the_graphs_and_they_are_back_where_the_graphs_read(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, saved: int
 ) -> None:
-    eager, stack = layers(machine), layers(machine)
+    """One tensor comes back to its address; small ones share an allocation on their way, and are copied in."""
+    eager, stack = layers(machine, saves_two=saved == 2), layers(machine, saves_two=saved == 2)
     with OffloadSession(stack, min_bytes=0) as session, capture_layers(stack, session=session, warmup=2) as graphs:
+        space, homecomings = graphs._ground.space, []
+        bytes_at = space.bytes_at
+        monkeypatch.setattr(space, "bytes_at", lambda *place: homecomings.append(place) or bytes_at(*place))  # type: ignore[func-returns-value]
         for x in batches(6):
             expected = run(eager, x)
             with session.step():
@@ -80,8 +85,9 @@ def test_session_takes_saved_tensors_between_the_graphs_and_brings_them_back_to_
             assert same(eager, stack)
         record = session.records[-1]
         assert graphs.captured
-        assert record.bytes_out == record.bytes_back == 3 * ROWS * WIDTH * 4  # `inner`; the input crosses the border
+        assert record.bytes_out == record.bytes_back == 3 * saved * ROWS * WIDTH * 4  # the input crosses the border
         assert {row.fate for row in record.slots} == {Fate.OFFLOADED}
+        assert len(homecomings) == (4 * 3 if saved == 1 else 0)
 
 
 def test_what_went_to_the_host_has_no_memory_until_it_is_back(machine: Machine) -> None:
@@ -160,6 +166,19 @@ def test_gradient_that_is_held_is_not_written_over(machine: Machine) -> None:
         with pytest.raises(StaleOutputError, match="layer0: a gradient of its last backward"):
             stack[0](x).sum().backward()
         assert torch.equal(held, before)
+
+
+def test_gradients_of_leaf_inputs_may_be_held(machine: Machine) -> None:
+    eager, stack = layers(machine, 1), layers(machine, 1)
+    with capture_layers(stack, warmup=1) as graphs:
+        found = []
+        for one in (eager, stack):
+            leaves = [x.requires_grad_() for x in batches(5)]
+            for x in leaves:
+                one.zero_grad()
+                one[0](x).square().sum().backward()
+            found.append([x.grad for x in leaves])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and graphs.captured
 
 
 def test_second_backward_over_one_forward_is_an_error(machine: Machine) -> None:

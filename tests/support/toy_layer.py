@@ -30,7 +30,7 @@ _STRIDE = 2 << 20  # of allocations, so that each has zones of its own
 def at(address: int, shape: Sequence[int], gone: Callable[[], object] | None = None) -> torch.Tensor:
     """Floats at an address, which nobody owns. ``gone``: called when no tensor is over them any more."""
     count = torch.Size(shape).numel()
-    kind = type("Buffer", (ctypes.c_char * (4 * count),), {})  # a class of Python's, so that it can be watched
+    kind: Any = type("Buffer", (ctypes.c_char * (4 * count),), {})  # a class of Python's, so that it can be watched
     buffer = kind.from_address(address)
     if gone is not None:
         weakref.finalize(buffer, gone)
@@ -122,56 +122,63 @@ class FakeRecording:
 
 
 class _Toy(torch.autograd.Function):
-    """``relu(x * weight)``, by hand, with memory from a machine."""
+    """``relu(x * weight)``, by hand, with memory from a machine. Its mask waits on the context, where no hook sees it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, machine: Machine) -> torch.Tensor:
-        inner, scratch, found = (machine.take(x.shape) for _ in range(3))
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, machine: Machine, saves_two: bool) -> torch.Tensor:
+        inner, mask, scratch, found = (machine.take(x.shape) for _ in range(4))
 
-        def run(x: torch.Tensor, inner: torch.Tensor, scratch: torch.Tensor, found: torch.Tensor) -> None:
+        def run(
+            x: torch.Tensor, inner: torch.Tensor, mask: torch.Tensor, scratch: torch.Tensor, found: torch.Tensor
+        ) -> None:
             torch.mul(x, weight.detach(), out=inner)
-            torch.neg(inner, out=scratch)
-            torch.clamp(inner, min=0, out=found)
+            torch.sign(inner, out=scratch)
+            torch.clamp(scratch, min=0, out=mask)
+            torch.mul(inner, mask, out=found)
 
         if machine.capturing and machine.pool is not None and machine.fails_at == "forward":
             raise RuntimeError("injected: forward")
-        run(x.detach(), inner, scratch, found)
-        places = [(tensor.data_ptr(), tensor.shape) for tensor in (x, inner, scratch, found)]
+        run(x.detach(), inner, mask, scratch, found)
+        places = [(tensor.data_ptr(), tensor.shape) for tensor in (x, inner, mask, scratch, found)]
         machine.ran = lambda: run(*[at(*place) for place in places])
-        ctx.save_for_backward(x, inner, weight)
         ctx.machine = machine
+        ctx.mask = None if saves_two else mask
+        ctx.save_for_backward(x, inner, weight, *([mask] if saves_two else []))
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
-        x, inner, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, inner, weight, *rest = ctx.saved_tensors
+        mask = rest[0] if rest else ctx.mask
         machine: Machine = ctx.machine
         if machine.capturing and machine.pool is not None and machine.fails_at == "backward":
             raise RuntimeError("injected: backward")
         scratch, of_x, of_weight = machine.take(x.shape), machine.take(x.shape), machine.take(weight.shape)
 
         def run(*tensors: torch.Tensor) -> None:
-            grad, x, inner, scratch, of_x, of_weight = tensors
-            torch.mul(grad, (inner > 0).float(), out=scratch)
+            grad, x, inner, mask, scratch, of_x, of_weight = tensors
+            torch.mul(grad, (inner > 0) * mask, out=scratch)
             torch.mul(scratch, weight.detach(), out=of_x)
             torch.sum(scratch * x, dim=0, out=of_weight)
 
-        run(grad, x.detach(), inner, scratch, of_x, of_weight)
-        places = [(tensor.data_ptr(), tensor.shape) for tensor in (grad, x, inner, scratch, of_x, of_weight)]
+        tensors = grad, x.detach(), inner, mask, scratch, of_x, of_weight
+        run(*tensors)
+        places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
         machine.ran = lambda: run(*[at(*place) for place in places])
-        return of_x, of_weight, None
+        return of_x, of_weight, None, None
 
 
 class Toy(torch.nn.Module):
     """A layer with one weight."""
 
-    def __init__(self, width: int, machine: Machine) -> None:
+    def __init__(self, width: int, machine: Machine, *, saves_two: bool = False) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, width))
         self._machine = [machine]
+        self._saves_two = saves_two
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Toy.apply(x, self.weight, self._machine[0])  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Toy.apply(x, self.weight, self._machine[0], self._saves_two)  # type: ignore[no-untyped-call]
         return found
 
 
