@@ -18,10 +18,13 @@ from rich.table import Table
 from transformer_engine.common import recipe as te_recipe
 
 from te_offload import ops
-from te_offload.errors import UnsupportedReleaseError
+from te_offload.errors import UnsupportedError, UnsupportedReleaseError
 from te_offload.fused import Window, blackwell, hopper
+from te_offload.graphs.collectives import conflict
+from te_offload.graphs.layers.virtual import CudaVirtualMemory
 from te_offload.ops import te_adapter
 from te_offload.report.as_json import SCHEMA
+from te_offload.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def findings() -> Iterator[Finding]:
     yield Finding("ops and sessions on the CPU", True, "torch arithmetic, any floating dtype, no quantization")
     if not torch.cuda.is_available():
         yield Finding("GPU", False, "torch sees no CUDA device")
-        for what in ("unfused grouped path", "FP8 current scaling", "pinned memory"):
+        for what in ("unfused grouped path", "FP8 current scaling", "pinned memory", "memory back under CUDA graphs"):
             yield Finding(what, False, "needs a GPU")
     else:
         yield from _gpu_findings()
@@ -83,6 +86,14 @@ def _gpu_findings() -> Iterator[Finding]:
         no = f"{cublas}, compute capability {major}.{minor}: the split path runs, a GEMM an expert, not capturable"
         yield Finding(what, taken, cublas if taken else no)
     yield Finding("pinned memory", torch.empty(1, pin_memory=True).is_pinned(), "page-locked host memory for copies")
+    what = "memory back under CUDA graphs"
+    try:
+        granule = CudaVirtualMemory(torch.device("cuda")).granule
+        yield Finding(what, True, f"virtual memory management, in pages of {format_bytes(granule)}")
+    except UnsupportedError as error:
+        yield Finding(what, False, f"{error} Graphs of layers keep all of their memory.")
+    hangs = conflict(os.environ)
+    yield Finding("collectives in CUDA graphs", hangs is None, hangs or "no setting is known against them")
 
 
 def _fused_findings() -> Iterator[Finding]:

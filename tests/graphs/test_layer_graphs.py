@@ -90,6 +90,25 @@ def test_session_takes_saved_tensors_between_the_graphs_and_they_are_back_where_
         assert len(homecomings) == (4 * 3 if saved == 1 else 0)
 
 
+@pytest.mark.parametrize("delay", [False, True])
+def test_commits_can_come_after_the_next_launch(machine: Machine, delay: bool) -> None:
+    eager, stack = layers(machine), layers(machine)
+    with (
+        OffloadSession(stack, min_bytes=0) as session,
+        capture_layers(stack, session=session, warmup=2, delay_commits=delay) as graphs,
+    ):
+        for x in batches(6):
+            expected = run(eager, x)
+            with session.step():
+                assert torch.equal(expected, run(stack, x))
+            assert same(eager, stack)
+        record, found = session.records[-1], session.delay
+        assert record.bytes_out == record.bytes_back == 3 * ROWS * WIDTH * 4 and found is not None
+        # of a replayed step's three commits two come after a launch, the last one when the backward begins
+        assert (found.commits, found.forced) == ((4 * 2, 4 + 2 * 3) if delay else (0, 0))
+        assert ("8 commits came after a launch" in graphs.report()) is delay
+
+
 def test_what_went_to_the_host_has_no_memory_until_it_is_back(machine: Machine) -> None:
     used = []
     for min_bytes in (1 << 30, 0):
@@ -203,6 +222,28 @@ def test_input_that_was_another_layers_output_is_read_where_it_lies(machine: Mac
         assert [len(scope._pair.chained) for scope in graphs.scopes.values() if scope._pair is not None] == [0, 1]
         stack[1](batches(1)[0].requires_grad_()).sum().backward()  # not layer 0's output
         assert dict(graphs.scopes["layer1"].eager) == {"an input was another layer's output, and is not": 1}
+
+
+def test_hooks_of_layers_and_gradients_run_at_each_replay_in_the_order_of_eager_steps(machine: Machine) -> None:
+    """Failure 14."""
+    logs: list[list[str]] = [[], []]
+    stacks = [layers(machine, 2), layers(machine, 2)]
+    for log, stack in zip(logs, stacks, strict=True):
+        for number, layer in enumerate(stack):
+
+            def note(what: str, log: list[str] = log, number: int = number) -> Any:
+                return lambda *_: log.append(f"{what} {number}")
+
+            layer.register_forward_pre_hook(note("before the forward of"))
+            layer.register_forward_hook(note("after the forward of"))
+            layer.register_full_backward_hook(note("after the backward of"))
+            layer.weight.register_post_accumulate_grad_hook(note("gradient of"))
+    with capture_layers(stacks[1], warmup=1) as graphs:
+        for x in batches(4):
+            for stack in stacks:
+                run(stack, x.clone().requires_grad_())
+        assert graphs.captured
+    assert logs[0] == logs[1] and len(logs[0]) == 4 * 2 * 4
 
 
 @pytest.mark.parametrize("how", ["no grad", "checkpoint", "hook"])
