@@ -28,8 +28,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return install(monkeypatch)
 
 
-def layers(machine: Machine, count: int = 3, *, saves_two: bool = False) -> Any:  # a ModuleList of Toys
-    return torch.nn.ModuleList(Toy(WIDTH, machine, saves_two=saves_two) for _ in range(count))
+def layers(machine: Machine, count: int = 3, kind: str = "") -> Any:  # a ModuleList of Toys
+    return torch.nn.ModuleList(Toy(WIDTH, machine, kind) for _ in range(count))
 
 
 def batches(count: int, rows: int = ROWS) -> list[torch.Tensor]:
@@ -73,7 +73,7 @@ def test_session_takes_saved_tensors_between_the_graphs_and_they_are_back_where_
     machine: Machine, monkeypatch: pytest.MonkeyPatch, saved: int
 ) -> None:
     """One tensor comes back to its address; small ones share an allocation on their way, and are copied in."""
-    eager, stack = layers(machine, saves_two=saved == 2), layers(machine, saves_two=saved == 2)
+    eager, stack = (layers(machine, kind="saves two" if saved == 2 else "") for _ in range(2))
     with OffloadSession(stack, min_bytes=0) as session, capture_layers(stack, session=session, warmup=2) as graphs:
         space, homecomings = graphs._ground.space, []
         bytes_at = space.bytes_at
@@ -198,6 +198,17 @@ def test_gradients_of_leaf_inputs_may_be_held(machine: Machine) -> None:
                 one[0](x).square().sum().backward()
             found.append([x.grad for x in leaves])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and graphs.captured
+
+
+def test_gradient_that_is_a_saved_tensor_is_copied_in_the_graph(machine: Machine) -> None:
+    """Its memory is the forward's, and would be given up with it. (Here a copy is no part of what is replayed.)"""
+    stack = layers(machine, 1, "returns what it saved")
+    with capture_layers(stack, warmup=1) as graphs:
+        for x in batches(2):
+            stack[0](x.requires_grad_()).sum().backward()
+        pair = graphs.scopes["layer0"]._pair
+        assert pair is not None and pair._gradients[0] is None
+        assert not graphs._ground.space.covers(pair._constants[0].data_ptr())
 
 
 def test_second_backward_over_one_forward_is_an_error(machine: Machine) -> None:

@@ -75,6 +75,10 @@ class Ground:
         """Graphs write their outputs there."""
         self._outputs.update(addresses)
 
+    def remove_outputs(self, addresses: Iterable[int]) -> None:
+        """They do no more."""
+        self._outputs.difference_update(addresses)
+
     def wrote(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a graph's output, as the graph wrote it."""
         return tensor.is_contiguous() and tensor.data_ptr() in self._outputs

@@ -171,6 +171,7 @@ class GraphPair:
             return run
         given = grad_outputs if grad_outputs is not None else [torch.empty_like(one) for one in outputs]
         edges = [torch.autograd.graph.get_gradient_edge(one) for one in outputs]
+        elsewhere |= recorder.storages()  # one of which may be returned as a gradient, and is the forward's
         if grad_outputs is not None:
             run.outputs = []
             del outputs
@@ -460,6 +461,7 @@ class GraphPair:
         self._ground.synchronize()
         assert self._grads is not None
         self._ground.give_up([*self._segments, *self._inputs.segments, *self._grads.segments])
+        self._ground.remove_outputs([item.address for item in self._outputs if item is not None])
         self._leaves, self._constants, self._pools = [], [], []
 
 

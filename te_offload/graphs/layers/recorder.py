@@ -29,6 +29,13 @@ class Recorder(SlotObserver):
         self._packed: list[torch.Tensor] = []
         self._exempt: list[torch.Tensor] = []
 
+    def storages(self) -> set[int]:
+        """Addresses of the storages of all that was saved."""
+        buffers = [buffer for _, saved in self.slots for buffer in saved.buffers]
+        return {
+            tensor.untyped_storage().data_ptr() for tensor in (*self.others, *buffers) if type(tensor) is torch.Tensor
+        }
+
     def clear(self) -> None:
         """Forget all."""
         self.slots, self.others, self._packed, self._exempt = [], [], [], []
