@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 import pytest
@@ -116,6 +117,29 @@ def test_zone_that_is_owned_again_before_the_order_keeps_its_memory() -> None:
     bank.order(clock.mark)
     bank.occupy([second])
     assert first.has_memory and second.has_memory and bank.used == 4 * MIB
+
+
+def test_memory_of_a_zone_can_be_read_at_other_addresses_and_serves_on_afterwards() -> None:
+    bank, memory, clock = make_bank()
+    space = Space(torch.device("cpu"), bank)
+    source, mirror, other = (space.add_segment(2 * MIB) for _ in range(3))
+    tensor = space.bytes_at(source, MIB).fill_(7)
+    zone = space.mirror(mirror, tensor)
+    assert zone is not None and bank.held == bank.used == 2 * MIB
+    at_mirror = (ctypes.c_char * MIB).from_address(mirror)
+    assert torch.frombuffer(at_mirror, dtype=torch.uint8).unique().tolist() == [7]
+    assert space.mirror(mirror, tensor) is zone and memory.log.count("map") == 2  # is there already
+    assert space.mirror(other, tensor[1:]) is None  # begins no zone
+    memory.mirrors = False
+    assert space.mirror(other, tensor) is None  # as memory that stays where it is
+    zone.left = clock.mark()
+    del tensor, at_mirror
+    gc.collect()
+    bank.order(clock.mark)
+    again = space.bytes_at(mirror, MIB).fill_(9)  # the same memory, now its own
+    assert bank.held == 2 * MIB and bank.waits == 0 and memory.log.count("map") == 2
+    back = space.bytes_at(source, MIB).fill_(1)
+    assert again.unique().tolist() == [9] and back.unique().tolist() == [1] and bank.held == 4 * MIB
 
 
 def test_scratch_of_several_graphs_is_one_memory() -> None:

@@ -231,6 +231,14 @@ def test_input_that_was_another_layers_output_is_read_where_it_lies(machine: Mac
             assert same(eager, stack)
         assert graphs.captured
         assert [len(scope._pair.chained) for scope in graphs.scopes.values() if scope._pair is not None] == [0, 1]
+        # The gradient that layer 1 computes is read by layer 0 where it lies, too.
+        ground, pair = graphs._ground, graphs.scopes["layer0"]._pair
+        assert pair is not None and pair._grads is not None
+        (zone,) = ground.space.zones_of(pair._grads.segments[0])
+        assert zone.pieces and zone.left is not None and not zone.owners
+        written = graphs.scopes["layer1"]._pair
+        assert written is not None and written._gradients[0] is not None
+        assert zone.pieces == ground.space.zones(written._gradients[0].address, 1)[0].pieces
         stack[1](batches(1)[0].requires_grad_()).sum().backward()  # not layer 0's output
         assert dict(graphs.scopes["layer1"].eager) == {"an input was another layer's output, and is not": 1}
 

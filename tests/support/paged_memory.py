@@ -20,6 +20,7 @@ class PagedMemory:
     """
 
     granule = 2 << 20
+    mirrors = True
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit

@@ -169,6 +169,12 @@ class Bank:
             self._map(zone, pieces)
             self._scratch_zones.add(zone.begin)
 
+    def mirror(self, zone: Zone, source: Zone) -> None:
+        """Put the memory of another zone behind addresses that nobody owns, to be read there while the other one has it."""
+        if zone.pieces != source.pieces:
+            self._unmap(zone)
+            self._map(zone, list(source.pieces))
+
     def take_back(self, zone: Zone) -> None:
         """Take the memory from a zone that nobody owns, and that the device does not use, now."""
         if not zone.pieces:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from te_offload.graphs.layers.bank import Zone
 from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.items import Item
 from te_offload.graphs.layers.pool import Extent
@@ -60,6 +61,12 @@ class Buffers:
             else torch.empty(item.size, dtype=item.dtype, device=self._space.device)
             for item in self._items
         ]
+
+    def mirror(self, tensors: Sequence[torch.Tensor]) -> Zone | None:
+        """Have the one other tensor readable here without a copy; see `Space.mirror`."""
+        if len(self._items) != 1 or not self.segments or not self._items[0].is_like(tensors[0]):
+            return None
+        return self._space.mirror(self.segments[0], tensors[0])
 
     def fill(self, storage: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Copy others into it."""

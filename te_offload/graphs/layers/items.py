@@ -38,6 +38,10 @@ class Item:
         """Of its first byte."""
         return self.extent.begin + self.offset
 
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        """Whether another tensor has its dtype, size and strides."""
+        return tensor.dtype == self.dtype and tensor.size() == self.size and tensor.stride() == self.stride
+
     def over(self, storages: Mapping[Extent, torch.UntypedStorage]) -> torch.Tensor:
         """The tensor, over its extent's storage."""
         return tensor_of(storages[self.extent], self.dtype, self.size, self.stride, self.offset)

@@ -385,9 +385,14 @@ class GraphPair:
         space.bank.occupy(self._whole[1])
         try:
             assert self._grads is not None
-            storage = self._grads.storage()
-            self._grads.fill(storage, grads)
+            mirrored = self._grads.mirror(grads)
+            if mirrored is None:
+                storage = self._grads.storage()
+                self._grads.fill(storage, grads)
+                held.append(storage)
             self._backward.replay()
+            if mirrored is not None:
+                mirrored.left = ground.transfer.mark()
             storages = {extent: self._storage(extent) for extent in self._gradient_extents}
         finally:
             space.bank.drop(self._whole[1])
@@ -400,7 +405,7 @@ class GraphPair:
             grad = results[place]
             results[place] = None if grad is None else grad.clone()
         flight.inputs, flight.carried, flight.slots, flight.packed, flight.plain = (), [], [], [], []
-        del held, storage, storages, tensors
+        del held, storages, tensors
         ground.order()
         return results
 

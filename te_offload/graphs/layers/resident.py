@@ -22,6 +22,7 @@ class ResidentMemory:
     """
 
     granule = 2 << 20
+    mirrors = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -98,6 +98,27 @@ class Space:
         self.bank.count()
         return any(zone.owners for zone in zones)
 
+    def mirror(self, begin: int, tensor: torch.Tensor) -> Zone | None:
+        """Have a tensor readable at other addresses, without a copy, if it begins a zone of the length of the one there.
+
+        Args:
+            begin: of the other addresses, which are one zone that nobody owns.
+
+        Returns:
+            that zone, whose `left` is to be set once nothing reads there; ``None`` if it cannot be.
+        """
+        if not self.bank.memory.mirrors:
+            return None
+        (zone,) = self.zones(begin, 1)
+        found = self.zones(tensor.data_ptr(), tensor.nbytes) if tensor.is_contiguous() else []
+        if len(found) != 1 or zone.owners or found[0] is zone:
+            return None
+        source = found[0]
+        if source.begin != tensor.data_ptr() or source.nbytes != zone.nbytes or not source.has_memory:
+            return None
+        self.bank.mirror(zone, source)
+        return zone
+
     def storage(self, begin: int, nbytes: int, zones: Sequence[Zone] | None = None) -> torch.UntypedStorage:
         """Addresses as a storage; they have memory until it is gone. What lies there is undefined if nobody owned them.
 

@@ -28,9 +28,11 @@ class VirtualMemory(Protocol):
 
     Attributes:
         granule: bytes of which all lengths and addresses are multiples.
+        mirrors: whether one memory can be behind several addresses.
     """
 
     granule: int
+    mirrors: bool
 
     def reserve(self, nbytes: int) -> int:
         """Addresses without memory; the first one."""
@@ -87,6 +89,8 @@ class CudaVirtualMemory:
     Raises:
         UnsupportedError: it, or the driver, has no virtual memory management.
     """
+
+    mirrors = True
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
