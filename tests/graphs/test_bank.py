@@ -154,7 +154,7 @@ def test_scratch_of_several_graphs_is_one_memory() -> None:
         assert bank.used
         bank.take_back(zone)
     assert bank.used == 0
-    bank.close()
+    bank.trim()
     assert memory.created == bank.held == 0 and not memory.mapped
 
 
@@ -209,7 +209,7 @@ def test_no_two_owned_zones_ever_have_memory_in_common(data: st.DataObject) -> N
             bank.drop([zone])
     bank.order(clock.mark)
     clock.passed = clock.now
-    bank.close()
+    bank.trim()
     assert memory.created == bank.held == bank.used == 0 and not memory.mapped
 
 

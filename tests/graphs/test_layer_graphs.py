@@ -140,6 +140,17 @@ def test_everything_but_scratch_is_unused_after_the_backward(machine: Machine) -
         assert scratch < 3 * (16 << 20)  # one layer's, not all layers'
 
 
+def test_memory_that_the_captures_took_goes_back(machine: Machine) -> None:
+    stack = layers(machine)
+    with capture_layers(stack, warmup=1) as graphs:
+        for x in batches(6):
+            run(stack, x)
+        memory, bank = ground_of(graphs).memory, ground_of(graphs).bank
+        assert memory.created == bank.held < bank.most_held
+        # in use at most: three layers' input, output, `inner` and mask, one layer's gradients, and scratch, in pages
+        assert bank.held <= (3 * 4 + 3) * (2 << 20) + sum(piece.length for piece in bank._scratch)
+
+
 def test_microbatches_accumulate_and_a_gradient_moves_out_of_the_way(machine: Machine) -> None:
     eager, stack = layers(machine), layers(machine)
     with capture_layers(stack, warmup=1) as graphs:

@@ -192,8 +192,8 @@ class Bank:
             self._give_up(zone)
         self._unmap(zone)
 
-    def close(self) -> None:
-        """Give back all memory that nobody owns. The device must be idle."""
+    def trim(self) -> None:
+        """Give back all memory that nobody owns, once the device has passed its last use."""
         self._release(self.held)
 
     # Steps -----------------------------------------------------------------------------------------------------------

@@ -67,6 +67,11 @@ class Ground:
             if before is not None:
                 self._replays_on.wait_stream(before)
 
+    def trim(self) -> None:
+        """Give back what captures took and replays do not need."""
+        self.bank.trim()
+        torch.cuda.empty_cache()
+
     def synchronize(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(self.device)
@@ -98,7 +103,7 @@ class Ground:
     def close(self) -> None:
         """Give back what nobody uses. The device must be idle."""
         self.give_up(())
-        self.bank.close()
+        self.bank.trim()
 
 
 def _nothing() -> None:

@@ -157,7 +157,7 @@ class LayerScope:
         except BaseException:
             self._state = change(self._state, CaptureState.WARMING_UP)
             raise
-        torch.cuda.empty_cache()  # of what the warm-up and the rehearsal took
+        self._ground.trim()
         self._signature = signature.placed(leaves)
         self._flags = _flags(self.module, leaves)
         self._residents.note()
