@@ -38,7 +38,7 @@ class Holding:
 
     def why_eagerly(self, inputs: Sequence[Any]) -> str | None:
         """Why a call must not be replayed; ``None`` if it may."""
-        held = [number for number, (storage, count) in self._storages.items() if _users(storage) > count]
+        held = [number for number, (storage, count) in self._storages.items() if users_of(storage) > count]
         self._held = self._held + 1 if held else 0
         if held:
             self.copied.update(number for number in held if number not in self._saved)
@@ -87,12 +87,12 @@ class Holding:
                 found[number] = one.clone()
             else:
                 storage = one.untyped_storage()
-                self._storages[number] = storage, _users(storage)
+                self._storages[number] = storage, users_of(storage)
         for number in self._storages:
             found[number] = found[number].detach()
         return found
 
 
-def _users(storage: torch.UntypedStorage) -> int:
+def users_of(storage: torch.UntypedStorage) -> int:
     """How many hold a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata))

@@ -38,25 +38,24 @@ def at(address: int, shape: Sequence[int], gone: Callable[[], object] | None = N
 
 
 class FakePool(SegmentPool):
-    """Hands out memory of one segment, always in the same order."""
+    """Hands out memory of its first segment, always in the same order. The others stand for what only a capture takes."""
 
     made: dict[Any, FakePool]
 
     def __init__(self, space: Space, lengths: Sequence[int], stream: Any) -> None:
         self._space = space
         self.sealed = False
-        self.segments = [space.add_segment(_SEGMENT)] if lengths else []
+        self.segments = [space.add_segment(length) for length in lengths]
         self._zones: list[Zone] = [zone for segment in self.segments for zone in space.zones(segment, 1)]
         space.bank.occupy(self._zones)
         self.handle = id(self), 0
-        self.used = 0
         self._alive: dict[int, Extent] = {}
         FakePool.made[self.handle] = self
 
     def take(self, shape: Sequence[int]) -> torch.Tensor:
         """Floats."""
-        address = self.segments[0] + self.used
-        self.used += _STRIDE
+        places = range(self.segments[0], self.segments[0] + _SEGMENT, _STRIDE)
+        address = next(place for place in places if place not in self._alive)  # what is dead serves again
         self._alive[address] = Extent(address, 4 * torch.Size(shape).numel())
         return at(address, shape, functools.partial(self._alive.pop, address, None))
 
@@ -96,7 +95,7 @@ class FakeBackend:
     def record(self, function: Callable[[], Any], generators: Sequence[Any]) -> tuple[FakeRecording, Any]:
         machine, pool = self.machine, self._pool
         assert pool is not None
-        rehearses = pool.handle is None
+        rehearses = pool.handle in (None, "rehearsal")
         if rehearses:
             pool.handle = "rehearsal"
         machine.pool = None if rehearses else FakePool.made[pool.handle]
@@ -216,7 +215,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for module in (pair, scope):
         monkeypatch.setattr(module, "CudaBackend", backend)
     monkeypatch.setattr(pair, "SegmentPool", FakePool)
-    monkeypatch.setattr(pair, "segment_lengths", lambda handle: [_SEGMENT])
+    monkeypatch.setattr(pair, "segment_lengths", lambda handle: [_SEGMENT] * 3)
     monkeypatch.setattr(layer_graphs, "Ground", FakeGround)
     monkeypatch.setattr(layer_graphs, "_DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -6,11 +6,14 @@ the graphs know them when the backward is replayed. Does not: decide when to cap
 
 What the backward reads is what torch's allocator still holds once the forward is captured and its outputs are let go of:
 slots that ops tell of, tensors that passed a hook, and the rest, which stays. All else of the forward's memory is given up
-as soon as the forward is over, all of the backward's but the gradients as soon as that is.
+as soon as the forward is over, all of the backward's but the gradients as soon as that is. Both are captured into one pool:
+the backward's gradients may lie where a saved tensor was, and where the forward works. So the forward is replayed only
+while nobody holds any of them.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +21,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from te_offload.errors import BackwardTwiceError, CaptureError, StaleOutputError
+from te_offload.errors import BackwardTwiceError, CaptureError
 from te_offload.graphs.backend import CudaBackend, CudaRecording, Pool
+from te_offload.graphs.holding import users_of
 from te_offload.graphs.layers.buffers import Buffers
 from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.items import Extents, Item, grouped, made
@@ -101,7 +105,7 @@ class GraphPair:
         self._inputs = Buffers(ground, own)
         self._differentiable = [number for number in moving if leaves[number].requires_grad]
         self._segments: list[int] = []
-        self._pools: list[SegmentPool] = []
+        self._pool: SegmentPool | None = None
         self._grads: Buffers | None = None
 
     # Capture ---------------------------------------------------------------------------------------------------------
@@ -113,28 +117,28 @@ class GraphPair:
             CaptureError: an output, or a gradient, lies where no replay would write it.
         """
         ground = self._ground
-        rehearsal = Pool(), Pool()
-        run = self._run(*rehearsal, grad_outputs=None)
-        lengths = [segment_lengths(pool.handle) if pool.handle is not None else [] for pool in rehearsal]
-        outputs = [one for one in run.outputs if isinstance(one, torch.Tensor) and one.requires_grad]
-        self._grads = Buffers(ground, outputs)
+        rehearsal = Pool()
+        run = self._run(rehearsal, grad_outputs=None)
+        lengths = segment_lengths(rehearsal.handle)
         _close(run)
-        del run, outputs
-        pools = [SegmentPool(ground.space, each, ground.stream) for each in lengths]
-        self._pools = pools
+        del run
+        self._pool = pool = SegmentPool(ground.space, lengths, ground.stream)
+        assert self._grads is not None
         inputs = self._inputs.storage()
         grads = self._grads.storage()
         try:
-            run = self._run(Pool(pools[0].handle), Pool(pools[1].handle), grad_outputs=self._grads.tensors(grads))
-            self._note(run, pools)
+            run = self._run(Pool(pool.handle), grad_outputs=self._grads.tensors(grads))
+            self._note(run, pool)
         finally:
             del inputs, grads
         self._forward, self._backward = run.forward, run.backward
         self._leaves = []
         self._structure_out = run.structure
 
-    def _run(self, forward: Pool, backward: Pool, grad_outputs: list[torch.Tensor] | None) -> _Run:
-        """Capture both; without ``grad_outputs`` as a rehearsal."""
+    def _run(self, pool: Pool, grad_outputs: list[torch.Tensor] | None) -> _Run:
+        """Capture both into one pool, so that the backward uses again what it has read; without ``grad_outputs`` as a
+        rehearsal.
+        """
         ground = self._ground
         storage = self._inputs.storage()
         leaves = list(self._leaves)
@@ -156,7 +160,7 @@ class GraphPair:
             return pytree.tree_map_only(torch.Tensor, lambda one: _own(one, elsewhere), result)
 
         try:
-            recording, result = CudaBackend(ground.device, forward, ground.stream).record(run_forward, ())
+            recording, result = CudaBackend(ground.device, pool, ground.stream).record(run_forward, ())
         except BaseException:
             leaves.clear()  # the exception's frames keep functions, and those what they refer to
             recorder.clear()
@@ -164,18 +168,22 @@ class GraphPair:
         run = _Run(recording, None, *pytree.tree_flatten(result), recorder, [])
         del result
         if grad_outputs is not None:
-            self._note_forward(run)
+            self._note_outputs(run)
         outputs = [one for one in run.outputs if isinstance(one, torch.Tensor) and one.requires_grad]
+        if grad_outputs is None:
+            self._grads = Buffers(ground, outputs)
         wanted = [leaves[number] for number in self._differentiable] + self.parameters
         if not outputs or not wanted:
             return run
         given = grad_outputs if grad_outputs is not None else [torch.empty_like(one) for one in outputs]
         edges = [torch.autograd.graph.get_gradient_edge(one) for one in outputs]
         elsewhere |= recorder.storages()  # one of which may be returned as a gradient, and is the forward's
+        # The backward must not use the outputs' memory, though it may not read them.
+        keepers = [one.untyped_storage() for one in run.outputs if isinstance(one, torch.Tensor)]
+        run.outputs = []
+        del outputs
         if grad_outputs is not None:
-            run.outputs = []
-            del outputs
-            self._note_saved(run)
+            self._note_saved(run, keepers)
         elsewhere |= {one.untyped_storage().data_ptr() for one in given}
 
         def run_backward() -> list[torch.Tensor | None]:
@@ -183,7 +191,7 @@ class GraphPair:
             return [None if one is None else _own(one.detach(), elsewhere) for one in found]
 
         try:
-            run.backward, run.gradients = CudaBackend(ground.device, backward, ground.stream).record(run_backward, ())
+            run.backward, run.gradients = CudaBackend(ground.device, pool, ground.stream).record(run_backward, ())
         except BaseException:
             for one in (leaves, wanted, given, edges, run.outputs):
                 one.clear()
@@ -192,9 +200,10 @@ class GraphPair:
             raise
         return run
 
-    def _note_forward(self, run: _Run) -> None:
+    def _note_outputs(self, run: _Run) -> None:
         """Where its outputs lie."""
-        live = Extents(self._pools[0].live())
+        assert self._pool is not None
+        live = Extents(self._pool.live())
         self._outputs: list[Item | None] = []
         self._values: list[Any] = []
         for number, one in enumerate(run.outputs):
@@ -207,9 +216,12 @@ class GraphPair:
             self._outputs.append(item)
             self._values.append(None if item is not None else one)
 
-    def _note_saved(self, run: _Run) -> None:
-        """What the backward may read, now that the outputs are let go of."""
-        extents = self._pools[0].live()
+    def _note_saved(self, run: _Run, keepers: Sequence[torch.UntypedStorage]) -> None:
+        """What the backward may read: all that lives, but for outputs that nobody holds beside ``keepers``."""
+        assert self._pool is not None
+        alone: dict[int, int] = collections.Counter(storage.data_ptr() for storage in keepers)
+        unread = {storage.data_ptr() for storage in keepers if users_of(storage) <= alone[storage.data_ptr()]}
+        extents = [extent for extent in self._pool.live() if extent.begin not in unread]
         live = Extents(extents)
         self._slots: list[_Slot] = []
         self._others: list[Item] = []
@@ -236,11 +248,11 @@ class GraphPair:
         self._carried = [extent for extent in extents if extent not in taken]
         run.recorder = Recorder()
 
-    def _note(self, run: _Run, pools: Sequence[SegmentPool]) -> None:
+    def _note(self, run: _Run, pool: SegmentPool) -> None:
         """Where gradients lie, and which memory lives how long."""
         if run.backward is None:
             self._slots, self._others, self._taken, self._carried = [], [], [], []
-        live = Extents(pools[1].live())
+        live = Extents(pool.live())
         self._gradients: list[Item | None] = []
         for one in run.gradients:
             item = live.item(one) if one is not None else None
@@ -252,12 +264,13 @@ class GraphPair:
         self._output_extents = sorted(set(outputs))
         self._gradient_extents = sorted({item.extent for item in self._gradients if item is not None})
         self._ground.synchronize()
-        groups = [[*outputs, *self._taken, *self._carried], self._gradient_extents]
-        self._whole = [pool.seal(ranges) for pool, ranges in zip(pools, groups, strict=True)]
-        for pool in pools:
-            self._segments += pool.segments
+        extents = [*outputs, *self._taken, *self._carried, *self._gradient_extents]
+        self._owned = pool.seal(extents)
+        self._segments += pool.segments
         space = self._ground.space
-        self._zones = {extent: space.zones(*extent) for group in groups for extent in group}
+        self._zones = {extent: space.zones(*extent) for extent in extents}
+        in_backward = [*self._taken, *self._carried, *self._gradient_extents]
+        self._in_backward = list({zone.begin: zone for extent in in_backward for zone in self._zones[extent]}.values())
         self._ground.add_outputs([item.address for item in self._outputs if item is not None])
 
     def bytes(self) -> dict[str, int]:
@@ -268,7 +281,7 @@ class GraphPair:
             return sum({zone.begin: zone.nbytes for extent in extents for zone in self._zones[extent]}.values())
 
         whole = sum(zone.nbytes for segment in self._segments for zone in space.zones_of(segment))
-        owned = sum(zone.nbytes for zones in self._whole for zone in zones)
+        owned = sum(zone.nbytes for zone in self._owned)
         assert self._grads is not None
         return {
             "inputs": self._inputs.nbytes,
@@ -290,8 +303,10 @@ class GraphPair:
         for number, address in self.chained.items():
             if leaves[number].data_ptr() != address or not leaves[number].is_contiguous():
                 return "an input was another layer's output, and is not"
-        if space.are_owned(self._whole[0]):
-            return "an output or a saved tensor of an earlier call is in use"
+        if space.are_owned(self._owned):  # anywhere there the forward may write
+            self._move_gradients()
+        if space.are_owned(self._owned):
+            return "an output, a saved tensor or a gradient of an earlier call is in use"
         if self._inputs.in_use():
             return "an input of an earlier call is in use"
         return None
@@ -320,7 +335,7 @@ class GraphPair:
         """Replay it: its output tensors, and what its backward needs."""
         ground, space = self._ground, self._ground.space
         ground.begin_replay()
-        space.bank.occupy(self._whole[0])
+        space.bank.occupy(self._owned)
         try:
             storage = self._inputs.storage()
             self._inputs.fill(storage, [leaves[number] for number in self._moving])
@@ -329,7 +344,7 @@ class GraphPair:
             saved = {extent: self._storage(extent) for extent in (*self._taken, *self._carried)}
             outputs = {extent: saved.get(extent) or self._storage(extent) for extent in self._output_extents}
         finally:
-            space.bank.drop(self._whole[0])
+            space.bank.drop(self._owned)
         results = [item.over(outputs) for item in self._outputs if item is not None]
         kept = [place for place, number in enumerate(self._differentiable) if leaves[number].is_leaf]
         flight = Flight([storage, [leaves[number] for number in self.chained]], kept)
@@ -365,7 +380,6 @@ class GraphPair:
 
         Raises:
             BackwardTwiceError: of this forward it was replayed before.
-            StaleOutputError: a gradient of an earlier backward is still held, and would change.
         """
         if flight.over:
             raise BackwardTwiceError(
@@ -375,14 +389,13 @@ class GraphPair:
         flight.over = True
         assert self._backward is not None
         ground, space = self._ground, self._ground.space
-        self._keep_gradients()
         ground.begin_replay()
         held: list[Any] = []
         for items, handle in flight.slots:
             held += self._in_place(items, handle.take())
         for item, unpack, packed in flight.packed:
             held += self._in_place((item,), [unpack(packed)])
-        space.bank.occupy(self._whole[1])
+        space.bank.occupy(self._in_backward)
         try:
             assert self._grads is not None
             mirrored = self._grads.mirror(grads)
@@ -395,7 +408,7 @@ class GraphPair:
                 mirrored.left = ground.transfer.mark()
             storages = {extent: self._storage(extent) for extent in self._gradient_extents}
         finally:
-            space.bank.drop(self._whole[1])
+            space.bank.drop(self._in_backward)
         tensors = iter(made(self._runs, storages))
         results = [
             constant if item is None else next(tensors)
@@ -423,51 +436,37 @@ class GraphPair:
             held.append(tensor)
         return held
 
-    def _keep_gradients(self) -> None:
-        """Gradients of the backward before that are still held move to memory of their own."""
-        space = self._ground.space
-        owned = {extent for extent in self._gradient_extents if space.are_owned(self._zones[extent])}
-        if not owned:
-            return
+    def _move_gradients(self) -> None:
+        """Gradients of parameters that still lie where the last backward wrote them get memory of their own."""
         items = self._gradients[len(self._differentiable) :]
         for parameter, item in zip(self.parameters, items, strict=True):
-            grad = parameter.grad
-            if item is not None and item.extent in owned and grad is not None and grad.data_ptr() == item.address:
-                parameter.grad = grad.clone()
-                del grad
-        for extent in owned:
-            if space.are_owned(self._zones[extent]):
-                raise StaleOutputError(
-                    f"{self.name}: a gradient of its last backward ({extent.nbytes} bytes) is still held, and this "
-                    "backward would write over it. Clone gradients that you keep."
-                )
+            if item is not None and parameter.grad is not None and parameter.grad.data_ptr() == item.address:
+                parameter.grad = parameter.grad.clone()
 
     # The end ---------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """It could not be captured: give up what was taken for it."""
         self._ground.synchronize()
-        for pool in self._pools:
-            if not pool.sealed:
-                pool.seal([])
-        segments = [segment for pool in self._pools for segment in pool.segments]
+        segments: list[int] = []
+        if self._pool is not None:
+            if not self._pool.sealed:
+                self._pool.seal([])
+            segments = self._pool.segments
         self._ground.give_up([*segments, *self._inputs.segments, *(self._grads.segments if self._grads else ())])
-        self._leaves, self._constants, self._pools = [], [], []
+        self._leaves, self._constants, self._pool = [], [], None
 
     def close(self) -> None:
         """Give up the graphs. Memory stays where a living tensor covers it. The device must be idle."""
         self._forward.close()
         if self._backward is not None:
             self._backward.close()
-        places = {item.address for item in self._gradients if item is not None}
-        for parameter in self.parameters:
-            if parameter.grad is not None and parameter.grad.data_ptr() in places:
-                parameter.grad = parameter.grad.clone()
+        self._move_gradients()
         self._ground.synchronize()
         assert self._grads is not None
         self._ground.give_up([*self._segments, *self._inputs.segments, *self._grads.segments])
         self._ground.remove_outputs([item.address for item in self._outputs if item is not None])
-        self._leaves, self._constants, self._pools = [], [], []
+        self._leaves, self._constants, self._pool = [], [], None
 
 
 def _own(tensor: torch.Tensor, elsewhere: set[int]) -> torch.Tensor:
