@@ -41,6 +41,18 @@ def test_sharded_models_keep_their_bits_and_their_collectives_are_captured(tmp_p
     check(run("cpu", tmp_path / "meeting", *what), what)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torchtitans_own_models_keep_their_bits_and_their_collectives_are_captured(device: str, tmp_path: Path) -> None:
+    """Its Llama 3 with its SimpleFSDP and its tensor parallelism; releases whose models import with this torch (0.2.2)."""
+    name = "torchtitan.experiments.simple_fsdp.llama3.model"
+    pytest.importorskip(name, reason="torchtitan 0.2.2 is not installed here", exc_type=ImportError)
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    output = run(device, tmp_path / "meeting", "fsdp-titan", "tp-titan")
+    assert ", eager" not in output and output.count("a CUDA graph") == 2 * 2, output
+    assert output.count("collectives and waits in graphs") == 2
+
+
 @pytest.mark.gpu
 def test_sharded_models_keep_their_bits_on_two_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
