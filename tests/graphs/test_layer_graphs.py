@@ -367,6 +367,21 @@ def test_failed_capture_leaves_nothing_behind_and_the_layer_right(machine: Machi
         assert graphs.used_bytes == 0 and not ground_of(graphs).memory.mapped
 
 
+def test_layer_is_not_captured_where_its_collectives_would_hang(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Failure 20."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    eager, stack = layers(machine, 1), layers(machine, 1)
+    with capture_layers(stack, warmup=1) as graphs:
+        for x in batches(3):
+            assert torch.equal(run(eager, x), run(stack, x)) and same(eager, stack)
+        assert "NCCL_GRAPH_REGISTER=0" in graphs.report() and "replay" not in machine.log
+
+
 def test_close_gives_forward_and_memory_back_but_not_under_a_living_tensor(machine: Machine) -> None:
     stack = layers(machine, 2)
     graphs = capture_layers(stack, warmup=1)

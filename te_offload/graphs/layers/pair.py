@@ -114,7 +114,7 @@ class GraphPair:
         """Capture.
 
         Raises:
-            CaptureError: an output, or a gradient, lies where no replay would write it.
+            CaptureError: an output lies where no replay would write it.
         """
         ground = self._ground
         rehearsal = Pool()

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from te_offload.errors import InputMismatchError
 from te_offload.graphs.backend import CudaBackend
+from te_offload.graphs.collectives import check_process_groups
 from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.pair import Flight, GraphPair
 from te_offload.graphs.residents import Residents
@@ -141,6 +142,7 @@ class LayerScope:
         self._state = change(self._state, CaptureState.CAPTURING)
         pair: GraphPair | None = None
         try:
+            check_process_groups()
             signature = Signature.of(args, kwargs, (), self._ground.device)
             moving = [number for number, leaf in enumerate(signature.leaves) if leaf.kind is Kind.MOVES]
             structure = pytree.tree_structure((tuple(args), dict(kwargs)))
