@@ -32,6 +32,7 @@ from te_offload.units import format_bytes
 
 WAYS = ("eager", "eager, offload", "layer graphs", "layer graphs, offload")
 STEPS = 6
+WARM_UP = 24  # plan, capture, and rounds until memory that captures and the first steps took has gone back
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -129,7 +130,7 @@ def memory_of(name: str, arguments: argparse.Namespace) -> dict[str, int]:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]
-    for _ in range(6):  # warm-up, plan, capture
+    for _ in range(WARM_UP):
         way.step(inputs[0])
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

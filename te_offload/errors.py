@@ -19,6 +19,7 @@ might expect as a built-in kind (a bad argument, a bad value) is that kind too. 
     │   ├── WarmUpError                          a capture was asked for before its warm-up runs
     │   ├── BackwardTwiceError                   the saved tensors of te.ops were asked for a second time
     │   └── StepEndedError                       a backward after its step, or the session, had ended
+    ├── RowOverflowError         (RuntimeError)  split sizes in a CUDA graph asked for more rows than there are
     ├── SavedTensorModifiedError (RuntimeError)  a saved tensor was written to before its backward
     ├── CorruptionError          (RuntimeError)  verify=True found other bytes than were saved
     └── CopyError                (RuntimeError)  the CUDA runtime refused a copy
@@ -89,6 +90,10 @@ class BackwardTwiceError(StateError):
 
 class StepEndedError(StateError):
     """A backward asked for tensors whose step or session has ended."""
+
+
+class RowOverflowError(OffloadError, RuntimeError):
+    """Split sizes in a CUDA graph asked for more rows than its buffers have."""
 
 
 class SavedTensorModifiedError(OffloadError, RuntimeError):

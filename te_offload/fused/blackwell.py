@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import transformer_engine.pytorch as te
 
 from te_offload.fused.calls import calls_of
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
-from te_offload.ops import te_adapter
+from te_offload.ops import row_check, te_adapter
 from te_offload.ops.slot_owner import declare_slots
 
 
@@ -29,6 +30,12 @@ class _DeclaresSlots:
         self, basic_op_ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, Any]:
         """The fused forward of Transformer Engine; afterwards every slot of its window is marked and declared."""
+        kwargs["basic_op_extra_inputs"] = [
+            (row_check.fitting(op, extra[0], input_.shape[:-1].numel()), *extra[1:])
+            if isinstance(op, te.ops.GroupedLinear)
+            else extra
+            for op, extra in zip(self.basic_ops, kwargs["basic_op_extra_inputs"], strict=True)
+        ]
         with te_adapter.OffloadSwitch(on=False):
             result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
         declare_slots(self.basic_ops, basic_op_ctxs, te_adapter.read_fused)

@@ -29,7 +29,7 @@ from te_offload.fused.kernels.interface import Kernels, SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
-from te_offload.ops import GroupedLinear, ScaledSReLU, ScaledTanhSReLU, te_adapter
+from te_offload.ops import GroupedLinear, ScaledSReLU, ScaledTanhSReLU, row_check, te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 
 SWITCH = "TE_OFFLOAD_FUSED_MLP"
@@ -221,6 +221,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         weights1, weights2 = _prepared(kernels, fc1, fc2)
         splits1, scales, splits2 = extra_inputs[0][0], extra_inputs[1][0], extra_inputs[2][0]
         self._check(input_, splits1, scales, splits2)
+        for op, splits in ((fc1, splits1), (fc2, splits2)):  # of which no kernel reads more than there are rows
+            row_check.note(op, splits, input_.shape[:-1].numel())
         weight = parameters.dense_weight(fc1)
         assert weight is not None
         dtype = weight.dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from te_offload.errors import ArgumentError, CaptureError, InputMismatchError, StateError, WarmUpError
+from te_offload.errors import (
+    ArgumentError,
+    CaptureError,
+    InputMismatchError,
+    RowOverflowError,
+    StateError,
+    WarmUpError,
+)
 from te_offload.graphs.backend import Backend, CudaBackend, Pool, Recording
 from te_offload.graphs.collectives import check_process_groups
 from te_offload.graphs.residents import Residents
@@ -25,6 +33,8 @@ from te_offload.graphs.states import CaptureState, change
 from te_offload.graphs.weak import Lease, WeakOutput
 from te_offload.offload.engine import GROWTH_STEPS
 from te_offload.offload.session import OffloadSession
+from te_offload.ops import row_check
+from te_offload.ops.row_check import RowCheck
 
 
 def capture(
@@ -39,6 +49,7 @@ def capture(
     warmup: int = 3,
     on_mismatch: str = "raise",
     clone_outputs: bool = False,
+    on_overflow: str = "raise",
     pool: Pool | None = None,
 ) -> Capture:
     """Have a function replayed as a CUDA graph from its fourth call on.
@@ -58,6 +69,9 @@ def capture(
         on_mismatch: ``"raise"`` an `InputMismatchError` for inputs of another kind, or parameters or gradients that
             moved; or ``"recapture"``: warm up and capture anew.
         clone_outputs: return copies. Otherwise outputs may be read until the next call, and are a `StaleOutputError` then.
+        on_overflow: for split sizes on the GPU that ask for more rows than a grouped linear's input has; what does not fit
+            is left out, and the first call after it is known (no call waits for the GPU) says so. ``"raise"`` a
+            `RowOverflowError`, or ``"report"`` it in `Capture.overflows` alone.
         pool: of memory, to share with captures that are replayed in the order in which they were captured.
 
     Raises:
@@ -83,6 +97,7 @@ def capture(
         warmup=warmup,
         on_mismatch=on_mismatch,
         clone_outputs=clone_outputs,
+        on_overflow=on_overflow,
     )
 
 
@@ -114,6 +129,7 @@ class Capture:
 
     Attributes:
         reason: why it runs eagerly, if it does. recaptures: why it was captured anew, each time.
+        overflows: by how many rows split sizes in the graph asked for too much at the most, by call, as far as is known.
     """
 
     def __init__(
@@ -128,13 +144,19 @@ class Capture:
         warmup: int = 3,
         on_mismatch: str = "raise",
         clone_outputs: bool = False,
+        on_overflow: str = "raise",
         raw_outputs: bool = False,
     ) -> None:
         if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
             raise ArgumentError(f"warmup must be 1 or more runs, since kernels are loaded in them, but is {warmup!r}.")
         if on_mismatch not in ("raise", "recapture"):
             raise ArgumentError(f'on_mismatch must be "raise" or "recapture", but is {on_mismatch!r}.')
+        if on_overflow not in ("raise", "report"):
+            raise ArgumentError(f'on_overflow must be "raise" or "report", but is {on_overflow!r}.')
         self.reason: BaseException | None = None
+        self.overflows: dict[str, int] = {}
+        self._rows: RowCheck | None = None
+        self._raises_overflow = on_overflow == "raise"
         self.recaptures: list[str] = []
         self._function = function
         self._backend = backend
@@ -198,12 +220,14 @@ class Capture:
 
         Raises:
             InputMismatchError: inputs of another kind, or parameters or gradients that moved.
+            RowOverflowError: split sizes in an earlier replay asked for more rows than there are.
             StateError: closed.
         """
         if self._state is CaptureState.CLOSED:
             raise StateError("This capture is closed. Make another one.")
         if self._backend.in_capture():
             return self._function(*args, **kwargs)
+        self._look_at_rows()
         producers, self._producers = self._producers, []
         for producer in producers:
             self._backend.wait_for(producer)
@@ -250,6 +274,15 @@ class Capture:
             raise StateError("This capture is closed. Make another one.")
         return self._run_eagerly(args, kwargs)
 
+    def check_rows(self) -> None:
+        """Wait for the device, and see whether the replays so far had the rows that their split sizes asked for.
+
+        Raises:
+            RowOverflowError: they had not.
+        """
+        self._backend.settle()
+        self._look_at_rows()
+
     def close(self) -> None:
         """Wait for the device, then give up the graph and its memory. Idempotent.
 
@@ -270,6 +303,13 @@ class Capture:
         self.close()
 
     # Steps -----------------------------------------------------------------------------------------------------------
+
+    def _look_at_rows(self) -> None:
+        found = self._rows.overflows() if self._rows is not None else {}
+        for place, excess in found.items():
+            self.overflows[place] = max(excess, self.overflows.get(place, 0))
+        if found and self._raises_overflow:
+            raise row_check.error(found)
 
     def _expect(self, state: CaptureState) -> None:
         if self._state is not state:
@@ -304,6 +344,11 @@ class Capture:
         args, kwargs = pytree.tree_unflatten(self._inputs, self._signature.structure)
         return self._function(*args, **kwargs)
 
+    def _call_to_capture(self) -> Any:
+        assert self._rows is not None
+        with self._rows.watching():
+            return self._call()
+
     def _run(self) -> Any:
         result = self._backend.warm_up(self._call)
         self._runs += 1
@@ -318,7 +363,8 @@ class Capture:
         recording: Recording | None = None
         try:
             check_process_groups()
-            recording, result = self._backend.record(self._call, self._generators)
+            self._rows = RowCheck(self._backend.device)
+            recording, result = self._backend.record(self._call_to_capture, self._generators)
             outputs, structure = pytree.tree_flatten(result)
             for number, output in enumerate(outputs):
                 if isinstance(output, torch.Tensor) and output.device != self._backend.device:
@@ -379,6 +425,11 @@ class Capture:
         self._lease.ended = why
         self._inputs, self._buffers, self._moving, self._staying, self._borrowed = [], [], [], [], []
         self._graph.close()
+        try:
+            self._look_at_rows()  # of the last replay
+        except RowOverflowError as error:
+            warnings.warn(str(error), stacklevel=3)
+        self._rows = None
 
 
 class _Graph:

@@ -77,7 +77,7 @@ def preflight(function: Callable[..., Any], inputs: Sequence[Any] = (), *, runs:
     torch.cuda.synchronize()
     ms = 1e3 * (time.perf_counter() - began) / runs
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(runs):
             function(*inputs)
         torch.cuda.synchronize()

@@ -16,7 +16,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, UnsupportedError
-from te_offload.ops import arithmetic, te_adapter
+from te_offload.ops import arithmetic, row_check, te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 
 
@@ -53,13 +53,16 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
 
         Raises:
             ArgumentError: split sizes that do not sum to the tokens. Seen on the CPU, and on a GPU on the split path,
-                which reads them on the host anyway; the grouped path never reads them and cannot see it.
+                which reads them on the host anyway; the grouped path never does (in a CUDA graph, see `row_check`).
         """
         extra_inputs = kwargs["basic_op_extra_inputs"][0]
         if self.computes_on_cpu(input_):
             result = self._cpu_forward(basic_op_ctxs, input_, **kwargs)
         else:
             self._check_splits_where_read(input_, extra_inputs[0])
+            sizes = row_check.fitting(self, extra_inputs[0], input_.shape[:-1].numel())
+            if sizes is not extra_inputs[0]:
+                kwargs["basic_op_extra_inputs"] = [(sizes, *extra_inputs[1:])]
             with te_adapter.OffloadSwitch(on=False):
                 result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
         self.declare(te_adapter.read_grouped_linear, basic_op_ctxs[0])

@@ -16,7 +16,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload import Fate, OffloadSession, Reason
-from te_offload.errors import InputMismatchError, StaleOutputError, UnsupportedError, WarmUpError
+from te_offload.errors import InputMismatchError, RowOverflowError, StaleOutputError, UnsupportedError, WarmUpError
 from te_offload.fused import hopper
 from te_offload.graphs import Capture, CaptureState, capture
 from tests.support.mlp import assert_same_bits, make_mlp
@@ -112,6 +112,24 @@ def test_captured_training_gives_the_bits_of_eager_training(path: str, offloads:
             record = session.records[-1]
             assert record.bytes_out >= record.bytes_back > 0
             assert Fate.OFFLOADED in {row.fate for row in record.slots}
+
+
+def test_split_sizes_beyond_the_rows_are_told_and_what_fits_is_right(path: str) -> None:
+    eager, model = Model(), Model()
+    step = train_step(eager)
+    with captured_step(model) as replay:
+        for number, (x, sizes, scales) in enumerate(batches(6)):
+            expected = step(x, sizes, scales)
+            more = sizes.clone()
+            if number == 4:
+                more[-1] += 7  # which there are no rows for: cut, they are the sizes as they were
+            assert torch.equal(expected, replay(x, more, scales) + 0), number
+            if number == 4:
+                with pytest.raises(RowOverflowError, match=f"on {TOKENS} rows: 7 more"):
+                    replay.check_rows()
+        assert replay.state is CaptureState.CAPTURED, replay.reason
+        assert set(replay.overflows.values()) == {7}
+        assert_same_bits(weights(eager), weights(model))
 
 
 def test_graph_with_offloading_holds_less_memory(path: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_offload import Fate, OffloadSession, Reason
-from te_offload.errors import BackwardTwiceError, InputMismatchError
+from te_offload.errors import BackwardTwiceError, InputMismatchError, RowOverflowError
 from te_offload.fused import hopper
 from te_offload.graphs import CaptureState, capture_layers
 from tests.support.layer_stack import (
@@ -217,7 +217,7 @@ def test_ops_in_graphs_that_transformer_engine_makes_keep_their_bits_and_stay() 
     eager, model = Model(2), Model(2)
     every = list(batches(6))
     x, sizes, scales = every[0]
-    graphed = te.make_graphed_callables(model.layers[1], (x.detach().requires_grad_(), sizes, scales))
+    graphed = te.make_graphed_callables(model.layers[1], (x.clone().requires_grad_(), sizes, scales))  # written to
     session = OffloadSession(model.layers, min_bytes=0, max_in_flight=0)
     for batch in every:
         expected = train(eager, batch)
@@ -276,6 +276,28 @@ def test_other_inputs_raise_recapture_or_run_eagerly(on_mismatch: str) -> None:
             assert torch.equal(train(eager, half), train(model, half))
         scope = graphs.scopes["layer0"]
         assert scope.replays == (1 if on_mismatch == "eager" else 3), graphs.report()
+        assert_same_bits(weights(eager), weights(model))
+
+
+@pytest.mark.parametrize("on_overflow", ["raise", "report"])
+def test_split_sizes_beyond_the_rows_are_told_and_what_fits_is_right(on_overflow: str) -> None:
+    eager, model = Model(2), Model(2)
+    every = list(batches(8))
+    with capture_layers(model.layers, warmup=2, on_overflow=on_overflow) as graphs:
+        for batch in every[:4]:
+            assert torch.equal(train(eager, batch), train(model, batch))
+        x, sizes, scales = every[4]
+        more = sizes + torch.tensor([0, 0, 5, 2], device="cuda")
+        assert torch.equal(train(eager, (x, more, scales)), train(model, (x, more, scales)))
+        if on_overflow == "raise":
+            with pytest.raises(RowOverflowError, match=f"layer0.*on {TOKENS} rows: 7 more"):
+                graphs.check_rows()
+            with pytest.raises(RowOverflowError, match=r"layer1.*7 more"):
+                graphs.check_rows()
+        for batch in every[5:]:
+            assert torch.equal(train(eager, batch), train(model, batch))
+        graphs.check_rows()
+        assert list(graphs.overflows.values()) == [7, 7] and "7 rows more were asked for" in graphs.report()
         assert_same_bits(weights(eager), weights(model))
 
 

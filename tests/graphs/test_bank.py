@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from te_offload.graphs.layers.bank import LARGEST, Bank, Zone
 from te_offload.graphs.layers.items import Extents, grouped, made
-from te_offload.graphs.layers.pool import Extent
-from te_offload.graphs.layers.space import Space, tensor_of
+from te_offload.graphs.layers.space import Extent, Space, tensor_of
 from tests.support.paged_memory import PagedMemory
 
 MIB = 1 << 20
@@ -169,6 +168,23 @@ def test_pieces_that_do_not_fit_go_back_to_the_device() -> None:
     assert bank.most_held == 64 * MIB
 
 
+def test_memory_that_nobody_had_since_the_last_call_goes_back_and_no_more() -> None:
+    bank, memory, clock = make_bank()
+    first, second, third = make_zones(memory, 64, 16, 8)
+    bank.occupy([first, second, third])
+    bank.drop([first, second, third])
+    bank.order(clock.mark)
+    bank.relax()  # all of it was in use at a time
+    assert bank.held == memory.created == 88 * MIB
+    bank.occupy([second])
+    bank.drop([second])
+    bank.order(clock.mark)
+    bank.relax()
+    assert bank.held == memory.created == 16 * MIB  # 72 MiB went, as pieces of 64 and 8
+    bank.occupy([second])
+    assert bank.held == bank.used == 16 * MIB
+
+
 def test_device_without_memory_is_an_error_with_numbers_and_changes_nothing() -> None:
     bank, memory, _ = make_bank(limit=10 * MIB)
     first, second = make_zones(memory, 8, 4)
@@ -198,6 +214,8 @@ def test_no_two_owned_zones_ever_have_memory_in_common(data: st.DataObject) -> N
             bank.order(clock.mark)
         if data.draw(st.booleans()):
             clock.passed = clock.now
+        if data.draw(st.integers(0, 5)) == 0:
+            bank.relax()
         owned = [one for one in zones if one.owners]
         pieces = [piece.memory for one in owned for piece in one.pieces]
         assert len(pieces) == len(set(pieces)) and all(one.has_memory for one in owned)

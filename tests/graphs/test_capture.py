@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from te_offload.errors import (
     ArgumentError,
     CaptureError,
     InputMismatchError,
+    RowOverflowError,
     StaleOutputError,
     StateError,
     WarmUpError,
 )
 from te_offload.graphs import Capture, CaptureState, capture
 from te_offload.graphs.states import TRANSITIONS, change
+from te_offload.ops import row_check
 from tests.support.fake_graphs import FakeBackend
 
 
@@ -361,3 +364,36 @@ def test_options_that_cannot_be_are_errors(options: dict[str, Any], message: str
 def test_without_a_gpu_there_is_nothing_to_capture() -> None:
     with pytest.raises(CaptureError, match="the inputs and modules are on cpu"):
         capture(double, [torch.zeros(2)])
+
+
+@pytest.mark.parametrize("on_overflow", ["raise", "report"])
+def test_rows_that_a_replay_lacked_are_told_by_the_next_call(on_overflow: str) -> None:
+    op = SimpleNamespace(num_groups=1, in_features=4, out_features=4)
+
+    def step(sizes: torch.Tensor) -> torch.Tensor:
+        return row_check.fitting(op, sizes, 10) + 0
+
+    found = Capture(step, FakeBackend(), ([torch.tensor([1])], {}), warmup=1, on_overflow=on_overflow)
+    for asked in (20, 8, 13):  # the first is a warm-up, which no graph is
+        assert found(torch.tensor([asked])).item() == min(asked, 20 if asked == 20 else 10)
+    if on_overflow == "raise":
+        with pytest.raises(RowOverflowError, match=r"SimpleNamespace.*on 10 rows: 3 more"):
+            found(torch.tensor([9]))
+    assert found(torch.tensor([9])).item() == 9
+    assert list(found.overflows.values()) == [3]
+    found(torch.tensor([12]))
+    if on_overflow == "raise":
+        with pytest.raises(RowOverflowError, match="2 more"):
+            found.check_rows()
+        found(torch.tensor([14]))
+        with pytest.warns(UserWarning, match="4 more"):
+            found.close()
+    else:
+        found.check_rows()
+        found.close()
+    assert max(found.overflows.values()) == (4 if on_overflow == "raise" else 3)
+
+
+def test_unknown_answer_to_overflows_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match="on_overflow"):
+        Capture(torch.clone, FakeBackend(), ([torch.ones(1)], {}), on_overflow="ignore")

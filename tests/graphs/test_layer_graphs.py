@@ -17,6 +17,7 @@ from te_offload.errors import (
     InputMismatchError,
 )
 from te_offload.graphs import CaptureState, LayerGraphs, capture_layers
+from tests.support import toy_layer
 from tests.support.toy_layer import FakeGround, Machine, Toy, install
 
 WIDTH, ROWS = 256, 512
@@ -56,7 +57,10 @@ def ground_of(graphs: LayerGraphs) -> FakeGround:
     return ground
 
 
-def test_replays_give_what_the_layers_give(machine: Machine) -> None:
+@pytest.mark.parametrize("stride", [2 << 20, 1 << 20, 1 << 19], ids=["a granule", "half", "quarter"])
+def test_replays_give_what_the_layers_give(machine: Machine, monkeypatch: pytest.MonkeyPatch, stride: int) -> None:
+    """Allocations that share granules live as long as they did before."""
+    monkeypatch.setattr(toy_layer, "STRIDE", stride)
     eager, stack = layers(machine), layers(machine)
     with capture_layers(stack, warmup=2) as graphs:
         for x in batches(8):
@@ -148,6 +152,24 @@ def test_memory_that_a_capture_alone_took_goes_back_at_its_end(machine: Machine)
             bank = ground_of(graphs).bank
             free = [piece.length for pieces in bank._free.values() for piece in pieces.values()]
             assert max(free, default=0) <= 2 << 20  # what the replay has let go of since
+
+
+def test_memory_that_the_last_rounds_did_not_need_goes_back_while_training_goes_on(machine: Machine) -> None:
+    stack, held = layers(machine), []
+    with capture_layers(stack, warmup=1) as graphs:
+        for number, x in enumerate(batches(22)):
+            outputs, y = [], x
+            for layer in stack:
+                found = layer(y)
+                y = y + found
+                if number == 4:  # this once outputs are held until the backward
+                    outputs.append(found)
+            del found
+            y.square().sum().backward()
+            del outputs, y
+            stack.zero_grad()
+            held.append(graphs.held_bytes)
+    assert max(held[:12]) > held[-1] == held[-2], held
 
 
 def test_microbatches_accumulate_and_a_gradient_moves_out_of_the_way(machine: Machine) -> None:

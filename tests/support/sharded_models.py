@@ -27,6 +27,8 @@ from te_offload.graphs import CudagraphBackend
 from tests.support.fake_graphs import FakeBackend
 
 HIDDEN, HEADS, EXPERTS, LAYERS, STEPS = 64, 4, 4, 2, 8
+HIDDEN_ON_GPU, LAYERS_ON_GPU, LENGTH_ON_GPU = 1024, 4, 512
+GROWTH, SLACK = 0.03, 64 << 20  # what graphs may take more than the same trace without, and bytes beside it
 TITAN_WORDS = 256
 
 
@@ -122,7 +124,8 @@ def make_titan(sharding: str, device: str, mesh: DeviceMesh, hidden: int) -> tor
     from torchtitan.models.llama3 import TransformerModelArgs  # type: ignore[import-not-found]
     from torchtitan.models.llama3.infra.parallelize import apply_tp  # type: ignore[import-not-found]
 
-    size = {"dim": hidden, "n_layers": LAYERS, "n_heads": HEADS, "vocab_size": TITAN_WORDS, "max_seq_len": 128}
+    size = {"dim": hidden, "n_layers": layers_on(device), "n_heads": HEADS, "vocab_size": TITAN_WORDS}
+    size["max_seq_len"] = LENGTH_ON_GPU
     model: Any = SimpleFSDPTransformer(TransformerModelArgs(**size)).to(device)
     if sharding == "tp":
         apply_tp(model, mesh, loss_parallel=False, enable_float8_tensorwise_tp=False)
@@ -136,9 +139,13 @@ def make(sharding: str, kind: str, device: str, mesh: DeviceMesh, hidden: int) -
     torch.manual_seed(0)
     if kind == "titan":
         return make_titan(sharding, device, mesh, hidden)
-    model = torch.nn.Sequential(*(Layer(kind, hidden) for _ in range(LAYERS))).to(device)
+    model = torch.nn.Sequential(*(Layer(kind, hidden) for _ in range(layers_on(device)))).to(device)
     (shard if sharding == "fsdp" else split)(model, mesh)
     return model
+
+
+def layers_on(device: str) -> int:
+    return LAYERS_ON_GPU if device == "cuda" else LAYERS
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,32 +166,36 @@ def work(rank: int, ranks: int, device: str, file: str, what: list[str]) -> None
 def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) -> None:
     """With graphs, and without."""
     on_gpu = device == "cuda"
-    hidden = 512 if on_gpu else HIDDEN
+    hidden = HIDDEN_ON_GPU if on_gpu else HIDDEN
     backend = CudagraphBackend(make_backend=None if on_gpu else lambda _: FakeBackend())
     ways: dict[str, tuple[torch.nn.Module, Any]] = {}
     memory: dict[str, int] = {}
     random = torch.Generator().manual_seed(rank if sharding == "fsdp" else 0)
-    batches = [torch.randn(2, 64 if on_gpu else 8, hidden, generator=random).to(device) for _ in range(STEPS)]
+    length = LENGTH_ON_GPU if on_gpu else 8
+    batches = [torch.randn(2, length, hidden, generator=random).to(device) for _ in range(STEPS)]
     if kind == "titan":
         batches = [torch.randint(TITAN_WORDS, (2, x.shape[1]), generator=random).to(device) for x in batches]
     steps: dict[str, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
     for name, compiler in (("without", "aot_eager"), ("with", backend)):
         torch._dynamo.reset()
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
         model = make(sharding, kind, device, mesh, hidden)
         compiled: Any = torch.compile(model, backend=compiler)
         ways[name] = model, compiled
         steps[name] = []
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        for x in batches:
+        for number, x in enumerate(batches):
+            if on_gpu and number == STEPS // 2:  # warmed up, and captured
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
             model.zero_grad()
             loss = compiled(x).square().mean()
             loss.backward()
             grads = [local(one.grad) for one in model.parameters() if one.grad is not None]
-            steps[name].append((loss.detach().clone(), [one.clone() for one in grads]))
+            steps[name].append((loss.detach().to("cpu", copy=True), [one.to("cpu", copy=True) for one in grads]))
             del loss, grads
         if on_gpu:
             torch.cuda.synchronize()
@@ -204,6 +215,7 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
     assert replays and min(replays) >= STEPS - 4, replays
     moving = _moving(backend)
     if on_gpu:
+        assert memory["with"] <= (1 + GROWTH) * memory["without"] + SLACK, memory
         times = {name: _milliseconds(*way, batches) for name, way in ways.items()}
     if rank == 0:
         print(backend.report())
@@ -215,7 +227,7 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
             assert moving == [1, 1], "parameters, or what the forward saved, are copied"
         if on_gpu:
             print(f"{sharding} {kind}: {times['without']:.3f} ms without, {times['with']:.3f} ms with graphs;", end=" ")
-            print(f"memory {memory['without']} and {memory['with']} bytes")
+            print(f"memory {memory['without'] >> 20} MiB without, {memory['with'] >> 20} MiB with graphs, of rank 0")
     backend.close()
 
 

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from te_offload.graphs.backend import Pool
-from te_offload.graphs.layers import layer_graphs, pair, scope
+from te_offload.graphs.layers import layer_graphs, pair
 from te_offload.graphs.layers.bank import Bank, Zone
 from te_offload.graphs.layers.ground import Ground
-from te_offload.graphs.layers.pool import Extent, SegmentPool
-from te_offload.graphs.layers.space import Space
+from te_offload.graphs.layers.pool import SegmentPool
+from te_offload.graphs.layers.space import Extent, Space
 from te_offload.offload.transfer import CpuTransfer
 from tests.support.paged_memory import PagedMemory
 
 _SEGMENT = 16 << 20
-_STRIDE = 2 << 20  # of allocations, so that each has zones of its own
+STRIDE = 2 << 20  # of allocations, so that each has zones of its own
 
 
 def at(address: int, shape: Sequence[int], gone: Callable[[], object] | None = None) -> torch.Tensor:
@@ -54,7 +54,7 @@ class FakePool(SegmentPool):
 
     def take(self, shape: Sequence[int]) -> torch.Tensor:
         """Floats."""
-        places = range(self.segments[0], self.segments[0] + _SEGMENT, _STRIDE)
+        places = range(self.segments[0], self.segments[0] + _SEGMENT, STRIDE)
         address = next(place for place in places if place not in self._alive)  # what is dead serves again
         self._alive[address] = Extent(address, 4 * torch.Size(shape).numel())
         return at(address, shape, functools.partial(self._alive.pop, address, None))
@@ -157,9 +157,9 @@ class _Toy(torch.autograd.Function):
 
         def run(*tensors: torch.Tensor) -> None:
             grad, x, inner, mask, scratch, of_x, of_weight = tensors
-            torch.mul(grad, (inner > 0) * mask, out=scratch)
-            torch.mul(scratch, weight.detach(), out=of_x)
-            torch.sum(scratch * x, dim=0, out=of_weight)
+            torch.mul(grad, (inner > 0) * mask * 2, out=scratch)  # what lies elsewhere is read after this is written
+            torch.mul(grad * (inner > 0) * mask, weight.detach(), out=of_x)
+            torch.sum(scratch * x / 2, dim=0, out=of_weight)
 
         tensors = grad, x.detach(), inner, mask, scratch, of_x, of_weight
         run(*tensors)
@@ -193,12 +193,17 @@ class FakeGround(Ground):
         self.bank = Bank(self.memory, lambda: None)
         self.space = Space(device, self.bank)
         self.transfer = CpuTransfer()
+        self._leader, self._rounds = None, 0
+        self.raises_overflow = True
         self._outputs = set()
         self._given_up = set()
         self.launched = lambda: None
 
     def in_capture(self) -> bool:
         return False
+
+    def prepare(self) -> None:
+        """Nothing is kept for streams."""
 
     def begin_replay(self) -> None:
         self.order()
@@ -212,8 +217,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     FakePool.made = {}
     backend = type("Backend", (FakeBackend,), {"machine": machine})
-    for module in (pair, scope):
-        monkeypatch.setattr(module, "CudaBackend", backend)
+    monkeypatch.setattr(pair, "CudaBackend", backend)
     monkeypatch.setattr(pair, "SegmentPool", FakePool)
     monkeypatch.setattr(pair, "segment_lengths", lambda handle: [_SEGMENT] * 3)
     monkeypatch.setattr(layer_graphs, "Ground", FakeGround)

@@ -86,6 +86,7 @@ class Bank:
         self.most_held = 0
         self.maps = 0
         self.waits = 0
+        self._spare = 0  # bytes that nobody had, at the least, since `relax`
         self._make_room = make_room
         self._free: dict[int, dict[int, Piece]] = {}  # by length, then by memory, the one that is free longest first
         self._dropped: collections.deque[Sequence[Zone]] = collections.deque()
@@ -164,7 +165,7 @@ class Bank:
                     piece = self._take(length)
                     piece.user = zone
                     self._scratch.append(piece)
-                    self.used += length
+                    self._count_used(length)
                 pieces.append(piece)
             self._map(zone, pieces)
             self._scratch_zones.add(zone.begin)
@@ -196,6 +197,11 @@ class Bank:
         """Give back all memory that nobody owns, once the device has passed its last use."""
         self._release(self.held)
 
+    def relax(self) -> None:
+        """Give back what nobody has had at any time since the last call."""
+        self._release(self._spare, at_most=True)
+        self._spare = self.held - self.used
+
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def _fill(self, zone: Zone) -> None:
@@ -216,7 +222,11 @@ class Bank:
             for piece in pieces:
                 piece.user = zone
             self._map(zone, pieces)
-        self.used += zone.nbytes
+        self._count_used(zone.nbytes)
+
+    def _count_used(self, nbytes: int) -> None:
+        self.used += nbytes
+        self._spare = min(self._spare, self.held - self.used)
 
     def _give_up(self, zone: Zone) -> None:
         self.used -= zone.nbytes
@@ -267,11 +277,11 @@ class Bank:
         piece.user = None
         self._free.setdefault(piece.length, {})[piece.memory] = piece
 
-    def _release(self, nbytes: int) -> None:
-        """Give free pieces back to the device, the largest first, until so many bytes are."""
+    def _release(self, nbytes: int, *, at_most: bool = False) -> None:
+        """Give free pieces back to the device, the largest first, until so many bytes are; or no more than these."""
         for length in sorted(self._free, reverse=True):
             pieces = self._free[length]
-            while pieces and nbytes > 0:
+            while pieces and nbytes > 0 and not (at_most and length > nbytes):
                 piece = pieces.pop(next(iter(pieces)))
                 for zone in list(piece.zones):
                     self._unmap(zone)

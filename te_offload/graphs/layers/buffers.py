@@ -14,7 +14,7 @@ import torch
 from te_offload.graphs.layers.bank import Zone
 from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.items import Item
-from te_offload.graphs.layers.pool import Extent
+from te_offload.graphs.layers.space import Extent
 
 _ALIGNMENT = 512  # bytes, as torch's allocator has it
 

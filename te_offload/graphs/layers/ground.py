@@ -16,6 +16,8 @@ from te_offload.graphs.layers.space import Space
 from te_offload.graphs.layers.virtual import CudaVirtualMemory, VirtualMemory
 from te_offload.offload.transfer import Transfer, make_transfer
 
+_ROUNDS = 8  # of replays of all layers, after which memory that none of them needed goes back
+
 
 class Ground:
     """See above.
@@ -25,7 +27,7 @@ class Ground:
 
     Attributes:
         resident: why memory stays behind its addresses for good; ``None``: it does not.
-        launched: called when a forward's graph has been launched.
+        launched: called when a forward's graph has been launched. raises_overflow: see `capture_layers`.
     """
 
     def __init__(self, device: torch.device, *, virtual: bool) -> None:
@@ -47,7 +49,24 @@ class Ground:
         self._outputs: set[int] = set()
         self._given_up: set[int] = set()
         self.launched: Callable[[], None] = _nothing
+        self.raises_overflow = True
+        self._prepared = False
         self._replays_on: torch.cuda.Stream | None = None
+        self._leader: object = None
+        self._rounds = 0
+
+    def prepare(self) -> None:
+        """Have what cuBLAS keeps for a stream made, for the threads that run forwards and backwards, outside of captures.
+
+        Layers are warmed up on their own stream, where the nodes that accumulate gradients belong.
+        """
+        if self._prepared:
+            return
+        self._prepared = True
+        with torch.cuda.stream(self.stream), torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            for dtype in (torch.bfloat16, torch.float32):
+                one = torch.zeros(16, 16, device=self.device, dtype=dtype, requires_grad=True)
+                torch.autograd.grad((one @ one).sum(), one)
 
     def in_capture(self) -> bool:
         """Whether someone captures the current stream."""
@@ -67,8 +86,18 @@ class Ground:
             if before is not None:
                 self._replays_on.wait_stream(before)
 
+    def begin_round(self, pair: object) -> None:
+        """A forward is replayed: with the first one that comes again, another round has begun."""
+        if self._leader is None:
+            self._leader = pair
+        if self._leader is pair:
+            self._rounds += 1
+            if self._rounds % _ROUNDS == 0:
+                self.bank.relax()
+
     def trim(self) -> None:
         """Give back what captures took and replays do not need."""
+        self._leader, self._rounds = None, 0
         self.bank.trim()
         torch.cuda.empty_cache()
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from te_offload.graphs.layers.pool import Extent
-from te_offload.graphs.layers.space import tensor_of
+from te_offload.graphs.layers.space import Extent, tensor_of
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ def capture_layers(
     session: OffloadSession | None = None,
     warmup: int = 3,
     on_mismatch: str = "raise",
+    on_overflow: str = "raise",
     delay_commits: bool = False,
     virtual: bool = True,
 ) -> LayerGraphs:
@@ -44,13 +45,16 @@ def capture_layers(
         warmup: eager forwards with gradients before a layer is captured, one or more.
         on_mismatch: for inputs of another kind, or parameters that moved: ``"raise"`` an `InputMismatchError`,
             ``"recapture"`` after a new warm-up, or run ``"eager"`` this time.
+        on_overflow: for split sizes on the GPU that ask for more rows than a grouped linear's input has: ``"raise"`` a
+            `RowOverflowError`, or ``"report"`` it, as `capture` does.
         delay_commits: have the session queue a layer's copies out only when the next layer's graph has been launched. The
             report says what host time that took from before the launch, and how much later the copies were queued.
         virtual: give memory that a layer does not use back, by virtual memory of the GPU. Where there is none, or not
             asked for, all memory of the graphs stays, and no slot in them goes.
 
     Raises:
-        ArgumentError: no layers, a layer twice or inside another, no warm-up, or an unknown ``on_mismatch``.
+        ArgumentError: no layers, a layer twice or inside another, no warm-up, or an unknown ``on_mismatch`` or
+            ``on_overflow``.
         ArgumentTypeError: something that is no module.
         CaptureError: the layers are not on a GPU.
     """
@@ -63,7 +67,10 @@ def capture_layers(
     if len(devices) != 1 or next(iter(devices)).type not in _DEVICES:
         found = ", ".join(sorted(map(str, devices))) or "no device"
         raise CaptureError(f"Nothing to capture: the layers are on {found}. Graphs of layers need them on one GPU.")
+    if on_overflow not in ("raise", "report"):
+        raise ArgumentError(f'on_overflow must be "raise" or "report", but is {on_overflow!r}.')
     ground = Ground(devices.pop(), virtual=virtual)
+    ground.raises_overflow = on_overflow == "raise"
     return LayerGraphs(named, ground, session, warmup, on_mismatch, delay_commits)
 
 
@@ -116,6 +123,21 @@ class LayerGraphs:
         """Bytes of GPU memory that the graphs hold, in use or not."""
         return self._ground.bank.held
 
+    @property
+    def overflows(self) -> dict[str, int]:
+        """By how many rows split sizes in the graphs asked for too much at the most, by layer and call, as far as known."""
+        return {place: excess for scope in self.scopes.values() for place, excess in scope.overflows.items()}
+
+    def check_rows(self) -> None:
+        """Wait for the device, and see whether the replays so far had the rows that their split sizes asked for.
+
+        Raises:
+            RowOverflowError: they had not.
+        """
+        self._ground.synchronize()
+        for scope in self.scopes.values():
+            scope.look_at_rows()
+
     def settle(self) -> None:
         """Count as unused what was let go of so far, and give back what closed graphs have left."""
         self._ground.order()
@@ -132,6 +154,8 @@ class LayerGraphs:
                 line += f"; {count} eager: {why}"
             for why in scope.recaptures:
                 line += f"; captured anew: {why}"
+            for place, excess in scope.overflows.items():
+                line += f"; {excess} rows more were asked for than there are, in {place}"
             lines.append(line)
             found = [f"{what} {format_bytes(nbytes)}" for what, nbytes in scope.bytes().items() if nbytes]
             if found:

@@ -27,8 +27,10 @@ from te_offload.graphs.holding import users_of
 from te_offload.graphs.layers.buffers import Buffers
 from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.items import Extents, Item, grouped, made
-from te_offload.graphs.layers.pool import Extent, SegmentPool, segment_lengths
+from te_offload.graphs.layers.pool import SegmentPool, segment_lengths
 from te_offload.graphs.layers.recorder import Recorder
+from te_offload.graphs.layers.space import Extent
+from te_offload.ops.row_check import RowCheck
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import Reason, SavedSlot, SaveState, SlotHandle, Watch
 
@@ -107,6 +109,7 @@ class GraphPair:
         self._segments: list[int] = []
         self._pool: SegmentPool | None = None
         self._grads: Buffers | None = None
+        self.rows = RowCheck(ground.device, most=256)
 
     # Capture ---------------------------------------------------------------------------------------------------------
 
@@ -155,7 +158,7 @@ class GraphPair:
 
         def run_forward() -> Any:
             args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-            with torch.enable_grad(), recorder.watching(self._module):
+            with torch.enable_grad(), recorder.watching(self._module), self.rows.watching():
                 result = self._function(*args, **kwargs)
             return pytree.tree_map_only(torch.Tensor, lambda one: _own(one, elsewhere), result)
 
@@ -184,6 +187,7 @@ class GraphPair:
         del outputs
         if grad_outputs is not None:
             self._note_saved(run, keepers)
+        run.recorder = recorder = Recorder()  # the backward may free what it has read
         elsewhere |= {one.untyped_storage().data_ptr() for one in given}
 
         def run_backward() -> list[torch.Tensor | None]:
@@ -246,7 +250,6 @@ class GraphPair:
             taken.update(item.extent for item in self._others)
         self._taken = sorted(taken)
         self._carried = [extent for extent in extents if extent not in taken]
-        run.recorder = Recorder()
 
     def _note(self, run: _Run, pool: SegmentPool) -> None:
         """Where gradients lie, and which memory lives how long."""
@@ -265,11 +268,13 @@ class GraphPair:
         self._gradient_extents = sorted({item.extent for item in self._gradients if item is not None})
         self._ground.synchronize()
         extents = [*outputs, *self._taken, *self._carried, *self._gradient_extents]
-        self._owned = pool.seal(extents)
-        self._segments += pool.segments
         space = self._ground.space
-        self._zones = {extent: space.zones(*extent) for extent in extents}
-        in_backward = [*self._taken, *self._carried, *self._gradient_extents]
+        edges = space.edges(outputs)
+        self._owned = pool.seal([*extents, *edges])
+        self._segments += pool.segments
+        self._zones = {extent: space.zones(*extent) for extent in (*extents, *edges)}
+        # Beside an output, in the granules in which it begins and ends, the backward may work.
+        in_backward = [*self._taken, *self._carried, *self._gradient_extents, *edges]
         self._in_backward = list({zone.begin: zone for extent in in_backward for zone in self._zones[extent]}.values())
         self._ground.add_outputs([item.address for item in self._outputs if item is not None])
 
@@ -335,6 +340,7 @@ class GraphPair:
         """Replay it: its output tensors, and what its backward needs."""
         ground, space = self._ground, self._ground.space
         ground.begin_replay()
+        ground.begin_round(self)
         space.bank.occupy(self._owned)
         try:
             storage = self._inputs.storage()

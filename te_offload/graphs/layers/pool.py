@@ -14,12 +14,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from te_offload.graphs.layers.bank import Zone
-from te_offload.graphs.layers.space import Space
+from te_offload.graphs.layers.space import Extent, Space
 
 _SMALL = (
     1 << 20
@@ -27,13 +27,6 @@ _SMALL = (
 _SMALL_SEGMENT = 2 << 20
 
 _Allocate = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-
-
-class Extent(NamedTuple):
-    """Bytes of one allocation: the first address, and how many."""
-
-    begin: int
-    nbytes: int
 
 
 class SegmentPool:

@@ -16,6 +16,24 @@ from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import SavedSlot, SlotHandle, SlotObserver, Watch
 
 
+class _Handle(SlotHandle):
+    """Keeps a slot's buffers until the backward takes them, which may then use their memory while it still runs."""
+
+    def __init__(self, name: str, buffers: list[torch.Tensor]) -> None:
+        self._name = name
+        self._buffers = buffers
+
+    @property
+    def name(self) -> str:
+        """See `SlotHandle.name`."""
+        return self._name
+
+    def take(self) -> list[torch.Tensor]:
+        """See `SlotHandle.take`."""
+        found, self._buffers = self._buffers, []
+        return found
+
+
 class Recorder(SlotObserver):
     """Watches one forward.
 
@@ -63,14 +81,16 @@ class Recorder(SlotObserver):
 
     def watch(self) -> Watch:
         """See `SlotObserver.watch`."""
-        return Watch.HOOKS
+        return Watch.TAKES
 
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> SlotHandle | None:
         """See `SlotObserver.slot_saved`."""
         assert isinstance(op, SlotOwner)
         self.slots.append((op, saved))
         self._exempt.extend(saved.exempt)
-        return None
+        if not take or not saved.buffers:
+            return None
+        return _Handle(f"{type(op).__name__}'s slot", list(saved.buffers))
 
     def _sort(self) -> None:
         known = [tensor for _, saved in self.slots for tensor in saved.buffers] + self._exempt

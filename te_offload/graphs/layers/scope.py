@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import gc
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,15 +18,14 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from te_offload.errors import InputMismatchError
-from te_offload.graphs.backend import CudaBackend
+from te_offload.errors import InputMismatchError, RowOverflowError
 from te_offload.graphs.collectives import check_process_groups
 from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.pair import Flight, GraphPair
 from te_offload.graphs.residents import Residents
 from te_offload.graphs.signature import Kind, Signature
 from te_offload.graphs.states import CaptureState, change
-from te_offload.ops import te_adapter
+from te_offload.ops import row_check, te_adapter
 from te_offload.slots import SlotObserver
 
 MISMATCHES = ("raise", "recapture", "eager")
@@ -41,6 +41,7 @@ class LayerScope:
     Attributes:
         reason: why it was not captured, if it could not be. replays: of the forward.
         eager: runs after the warm-up that no graph took, by reason. recaptures: why it was captured anew, each time.
+        overflows: see `Capture.overflows`.
     """
 
     def __init__(self, name: str, module: torch.nn.Module, ground: Ground, warmup: int, on_mismatch: str) -> None:
@@ -50,6 +51,7 @@ class LayerScope:
         self.replays = 0
         self.eager: collections.Counter[str] = collections.Counter()
         self.recaptures: list[str] = []
+        self.overflows: dict[str, int] = {}
         self._ground = ground
         self._warmup = warmup
         self._on_mismatch = on_mismatch
@@ -73,6 +75,7 @@ class LayerScope:
 
         Raises:
             InputMismatchError: inputs of another kind, or parameters that moved.
+            RowOverflowError: split sizes in an earlier replay asked for more rows than there are.
         """
         if self._ground.in_capture():
             return self._function(*args, **kwargs)  # a part of that capture
@@ -84,6 +87,7 @@ class LayerScope:
         if why is not None:
             return self._eagerly(why, args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
+        self.look_at_rows()
         if self._state is CaptureState.CAPTURED:
             difference = self._difference(args, kwargs, leaves)
             if difference is not None:
@@ -100,6 +104,16 @@ class LayerScope:
             return self._eagerly(busy, args, kwargs)
         self.replays += 1
         return self._replay(self._pair, leaves)
+
+    def look_at_rows(self) -> None:
+        """See `Capture.check_rows`; without waiting."""
+        found = self._pair.rows.overflows() if self._pair is not None else {}
+        if found:
+            found = {f"{self.name}, {place}": excess for place, excess in found.items()}
+            for place, excess in found.items():
+                self.overflows[place] = max(excess, self.overflows.get(place, 0))
+            if self._ground.raises_overflow:
+                raise row_check.error(found)
 
     def bytes(self) -> dict[str, int]:
         """What its graphs have addresses for; see `GraphPair.bytes`."""
@@ -121,8 +135,7 @@ class LayerScope:
     def _warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self._runs += 1
-        backend = CudaBackend(self._ground.device, None, self._ground.stream)
-        return backend.warm_up(lambda: self._function(*args, **kwargs))
+        return self._function(*args, **kwargs)
 
     def _eagerly(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.eager[why] += 1
@@ -143,6 +156,7 @@ class LayerScope:
         pair: GraphPair | None = None
         try:
             check_process_groups()
+            self._ground.prepare()
             signature = Signature.of(args, kwargs, (), self._ground.device)
             moving = [number for number, leaf in enumerate(signature.leaves) if leaf.kind is Kind.MOVES]
             structure = pytree.tree_structure((tuple(args), dict(kwargs)))
@@ -179,9 +193,14 @@ class LayerScope:
         self._drop()
 
     def _drop(self) -> None:
-        pair, self._pair = self._pair, None
+        pair = self._pair
         if pair is not None:
             pair.close()
+            try:
+                self.look_at_rows()  # of the last replay
+            except RowOverflowError as error:
+                warnings.warn(str(error), stacklevel=2)
+        self._pair = None
 
     def _replay(self, pair: GraphPair, leaves: Sequence[Any]) -> Any:
         tensors = pair.differentiable(leaves)

@@ -11,11 +11,18 @@ import bisect
 import ctypes
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from te_offload.graphs.layers.bank import Bank, Zone
+
+
+class Extent(NamedTuple):
+    """Bytes of one allocation: the first address, and how many."""
+
+    begin: int
+    nbytes: int
 
 
 class _Place:
@@ -77,6 +84,12 @@ class Space:
         self._insert(zones)
         used = {zone.begin for zone in zones if owners[(zone.begin - segment) // granule]}
         return [zone for zone in zones if zone.begin in used], [zone for zone in zones if zone.begin not in used]
+
+    def edges(self, extents: Iterable[Extent]) -> list[Extent]:
+        """The granules in which some addresses begin and end, where others lie there too, each once."""
+        granule = self.bank.memory.granule
+        places = [place for begin, nbytes in extents for place in (begin, begin + nbytes) if place % granule]
+        return [Extent(place, granule) for place in sorted({place // granule * granule for place in places})]
 
     def drop_segment(self, segment: int) -> None:
         """Give addresses back, which nobody owns and which have no memory."""
