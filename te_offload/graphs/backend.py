@@ -54,11 +54,20 @@ class Pool:
     """Memory that several captures share, which must then be replayed in the order in which they were captured.
 
     Args:
-        handle: of a pool of torch's; ``None``: a new one.
+        handle: of a pool of torch's; ``None``: a new one. keeper: keeps its memory as long as this object lives.
     """
 
-    def __init__(self, handle: Any = None) -> None:
+    def __init__(self, handle: Any = None, keeper: object = None) -> None:
         self.handle = handle
+        self._keeper = keeper
+
+    @classmethod
+    def kept(cls, device: torch.device) -> Pool:
+        """A new one whose memory stays as long as this object, also when its graphs are gone."""
+        if device.type != "cuda":
+            return cls()
+        keeper = torch.cuda.MemPool()
+        return cls(keeper.id, keeper)
 
 
 class CudaBackend:

@@ -12,7 +12,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -120,15 +120,27 @@ def in_session(function: Callable[..., Any], session: OffloadSession, warmup: in
     return step
 
 
+class Boxed(Protocol):
+    """A function of a list of inputs."""
+
+    def owned(self, inputs: list[Any]) -> list[Any]:
+        """The inputs that the capture runs with, which may own memory that those of other calls do not."""
+
+    def run(self, inputs: list[Any]) -> Any:
+        """Run it, letting go of each input after its last use."""
+
+
 class Capture:
     """A function that is, or will be, a graph; see `capture`.
 
     Args:
         function: what is captured. backend: by whom. examples: positional and keyword arguments.
         raw_outputs: return the graph's own tensors, for another graph to read.
+        boxed: captured in the function's place, over inputs of which it may let go.
 
     Attributes:
         reason: why it runs eagerly, if it does. recaptures: why it was captured anew, each time.
+        captures: how often it was captured.
         overflows: by how many rows split sizes in the graph asked for too much at the most, by call, as far as is known.
     """
 
@@ -146,6 +158,7 @@ class Capture:
         clone_outputs: bool = False,
         on_overflow: str = "raise",
         raw_outputs: bool = False,
+        boxed: Boxed | None = None,
     ) -> None:
         if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
             raise ArgumentError(f"warmup must be 1 or more runs, since kernels are loaded in them, but is {warmup!r}.")
@@ -167,6 +180,9 @@ class Capture:
         self._raises = on_mismatch == "raise"
         self._clones = clone_outputs
         self._raw = raw_outputs
+        self._boxed = boxed
+        self._owned: list[Any] = []
+        self.captures = 0
         self._state = CaptureState.WARMING_UP
         self._runs = 0
         self._producers: list[Any] = []
@@ -244,7 +260,7 @@ class Capture:
         try:
             return self._run_or_replay(args, kwargs)
         finally:
-            if self._state is CaptureState.CAPTURED:
+            if self._state is CaptureState.CAPTURED or self._raw:
                 for number in self._borrowed:  # whoever gave it may ask who else holds it
                     self._inputs[number] = None
 
@@ -317,6 +333,8 @@ class Capture:
 
     def _take_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._signature = Signature.of(args, kwargs, self._stay, self._backend.device)
+        if self._raw:  # they are another graph's, and lie elsewhere until that is captured
+            self._stay = ()
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         self._inputs: list[Any] = []
         self._buffers: list[torch.Tensor] = []
@@ -347,7 +365,10 @@ class Capture:
     def _call_to_capture(self) -> Any:
         assert self._rows is not None
         with self._rows.watching():
-            return self._call()
+            if self._boxed is None:
+                return self._call()
+            owned, self._owned = self._owned, []
+            return self._boxed.run(owned or list(self._inputs))
 
     def _run(self) -> Any:
         result = self._backend.warm_up(self._call)
@@ -364,6 +385,8 @@ class Capture:
         try:
             check_process_groups()
             self._rows = RowCheck(self._backend.device)
+            if self._boxed is not None:
+                self._owned = self._boxed.owned(list(self._inputs))
             recording, result = self._backend.record(self._call_to_capture, self._generators)
             outputs, structure = pytree.tree_flatten(result)
             for number, output in enumerate(outputs):
@@ -373,6 +396,7 @@ class Capture:
                         f"Return it on {self._backend.device}."
                     )
         except BaseException as error:
+            self._owned = []
             for parameter, grad in grads:
                 parameter.grad = grad
             if recording is not None:
@@ -383,6 +407,7 @@ class Capture:
             self._give_up(error)
             return
         self._graph.hold(recording, outputs, structure)
+        self.captures += 1
         self._signature = self._signature.placed(self._inputs)
         self._residents.note()
         self._state = change(self._state, CaptureState.CAPTURED)
@@ -421,6 +446,19 @@ class Capture:
         self._runs = 0
         self._take_inputs(args, kwargs)
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether the next call captures."""
+        return self._state is CaptureState.WARMING_UP and self._runs >= self._warmup
+
+    def input_addresses(self) -> set[int]:
+        """Where storages of a captured graph's inputs begin."""
+        return {one.untyped_storage().data_ptr() for one in self._inputs if type(one) is torch.Tensor}
+
+    def replace_outputs(self, change: Callable[[list[Any]], list[Any]]) -> None:
+        """Have a captured graph's outputs be other tensors over the same memory. ``change``: makes them from its own."""
+        self._graph.replace_outputs(change)
+
     def _forget(self, why: str) -> None:
         self._lease.ended = why
         self._inputs, self._buffers, self._moving, self._staying, self._borrowed = [], [], [], [], []
@@ -445,6 +483,9 @@ class _Graph:
     def hold(self, recording: Recording, outputs: list[Any], structure: Any) -> None:
         self._recording, self._outputs, self.structure = recording, outputs, structure
         self.replays = 0
+
+    def replace_outputs(self, change: Callable[[list[Any]], list[Any]]) -> None:
+        self._outputs = change(self._outputs)
 
     def replay(self) -> list[Any]:
         assert self._recording is not None

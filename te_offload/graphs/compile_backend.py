@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from te_offload.graphs.backend import Backend
 from te_offload.graphs.fx_pass import GraphedModule, cudagraph_pass
+from te_offload.graphs.handover import Handover
 
 
 class CudagraphBackend:
@@ -44,6 +45,7 @@ class CudagraphBackend:
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one graph of Dynamo's."""
         forward: list[GraphedModule] = []
+        handovers: list[Handover] = []
 
         def compile_forward(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             metadata = torch._guards.TracingContext.get().fw_metadata
@@ -51,8 +53,15 @@ class CudagraphBackend:
             static = [number for number in metadata.static_input_indices if number < len(inputs)]
             returned = metadata.num_forward
             outputs = len(_outputs(graph))
+            device = next((one.device for one in inputs if isinstance(one, torch.Tensor)), torch.device("cpu"))
+            handovers[:] = [Handover(device)] if returned < outputs else []
             graphed = cudagraph_pass(
-                graph, inputs, static_inputs=static, saved_outputs=range(returned, outputs), **self._options
+                graph,
+                inputs,
+                static_inputs=static,
+                saved_outputs=range(returned, outputs),
+                lends=handovers[0] if handovers else None,
+                **self._options,
             )
             forward[:] = [graphed]
             self.forwards.append(graphed)
@@ -68,6 +77,7 @@ class CudagraphBackend:
                 inputs,
                 static_inputs=[number for number in saved if names[number] in in_place],
                 saved_outputs=(),
+                takes=handovers[0] if forward[0].lends else None,
                 **self._options,
             )
             self.backwards[self.forwards.index(forward[0])] = graphed

@@ -21,6 +21,7 @@ from te_offload.errors import ArgumentError
 from te_offload.graphs.backend import Backend, CudaBackend, Pool
 from te_offload.graphs.capture import Capture
 from te_offload.graphs.collectives import check_collectives, is_collective
+from te_offload.graphs.handover import Handover
 from te_offload.graphs.holding import Holding
 from te_offload.graphs.predicate import reasons, runs
 from te_offload.graphs.states import CaptureState
@@ -52,6 +53,8 @@ def cudagraph_pass(
     clone_outputs: bool = False,
     saved_outputs: Sequence[int] | None = None,
     pool: Pool | None = None,
+    lends: Handover | None = None,
+    takes: Handover | None = None,
     make_backend: Callable[[torch.device], Backend] | None = None,
 ) -> GraphedModule:
     """Have the parts of a graph that CUDA graphs can hold replayed as such.
@@ -66,6 +69,8 @@ def cudagraph_pass(
             given, outputs may be held as long as one likes: a call that comes while one is held runs eagerly; of an output
             that is none of these, copies are returned from then on.
         pool: memory to share with captures that are replayed in the order in which they were captured.
+        lends, takes: of a forward, and of its backward: have the backward's graph work in the memory of what the forward's
+            saved, if each is one graph as a whole.
         make_backend: who captures.
 
     Raises:
@@ -89,14 +94,24 @@ def cudagraph_pass(
         check_collectives(device)
     parts, place = _cut(module, device, static, min_ops)
     split = split_module(module, module, lambda node: place[node], keep_original_order=True)
-    backend = make_backend(device) if make_backend is not None else CudaBackend(device, pool)
+    whole = len(parts) == 1 and parts[0].captured and saved_outputs is not None
+    lends, takes = (lends, takes) if whole else (None, None)
+    handover = lends or takes
+    one_pool = pool if pool is not None else Pool()
+
+    def make() -> Backend:
+        if make_backend is not None:
+            return make_backend(device)
+        return CudaBackend(device, handover.pool if handover is not None else one_pool)
+
     names = [node.name for node in placeholders if node in static]
     output = next(node for node in module.graph.nodes if node.op == "output")
     returned = [one.name if isinstance(one, Node) else "" for one in pytree.tree_leaves(output.args[0])]
-    graphed = GraphedModule(split, parts, set(names), backend, warmup, clones=clone_outputs)
+    graphed = GraphedModule(split, parts, set(names), make, warmup, clones=clone_outputs)
     graphed._output_names = tuple(returned)
     if saved_outputs is not None:
         graphed.holding = Holding(module, [node in static for node in placeholders], saved_outputs)
+    graphed.hand_over(lends, takes)
     return graphed
 
 
@@ -139,7 +154,14 @@ class GraphedModule:
     """
 
     def __init__(
-        self, split: GraphModule, parts: list[Part], static: set[str], backend: Backend, warmup: int, *, clones: bool
+        self,
+        split: GraphModule,
+        parts: list[Part],
+        static: set[str],
+        make_backend: Callable[[], Backend],
+        warmup: int,
+        *,
+        clones: bool,
     ) -> None:
         self.parts = tuple(parts)
         self._split = split
@@ -155,7 +177,7 @@ class GraphedModule:
                 stay = [
                     number for number, one in enumerate(node.args) if isinstance(one, Node) and one.name in in_place
                 ]
-                replayed = _Replayed(getattr(split, node.target), backend, stay, warmup)
+                replayed = _Replayed(getattr(split, node.target), make_backend, stay, warmup)
                 self._replayed.append(replayed)
                 setattr(split, node.target, replayed)
                 in_place.add(node.name)
@@ -163,6 +185,9 @@ class GraphedModule:
         self._static_names = frozenset(static)
         self._output_names: tuple[str, ...] = ()
         self.holding: Holding | None = None
+        self._lends: Handover | None = None
+        self._takes: Handover | None = None
+        self._lent = 0  # captures whose saved outputs were lent
         self._leased = [
             isinstance(one, Node) and one.name in in_place - static for one in pytree.tree_leaves(output.args[0])
         ]
@@ -171,6 +196,11 @@ class GraphedModule:
     def captures(self) -> tuple[Capture | None, ...]:
         """Of the parts that are captured; ``None`` before the first call."""
         return tuple(replayed.capture for replayed in self._replayed)
+
+    @property
+    def lends(self) -> bool:
+        """Whether the backward's graph may work in the memory of what is saved."""
+        return self._lends is not None
 
     @property
     def static_names(self) -> frozenset[str]:
@@ -187,22 +217,43 @@ class GraphedModule:
         """Which outputs lie in the memory of a graph."""
         return tuple(self._leased)
 
+    def hand_over(self, lends: Handover | None, takes: Handover | None) -> None:
+        """Lend what is saved to the backward's graph; or take it from the forward's."""
+        self._lends, self._takes = lends, takes
+        if takes is not None:
+            assert self.holding is not None
+            holding = self.holding
+            takes.backward_holds = lambda: bool(holding.find_held())
+            takes.restart_backward = self._start_over
+            for replayed in self._replayed:
+                replayed.take_from(takes)
+
     def __call__(self, *inputs: Any) -> Any:
-        """Run all parts."""
+        """Run all parts.
+
+        Raises:
+            BackwardTwiceError: of this forward a backward was replayed before.
+        """
         holding = self.holding
         if holding is not None:
+            if self._takes is not None:
+                self._takes.check(inputs)
             why = self._cannot() or holding.why_eagerly(inputs)
+            if why is None and self._lends is not None and self._lends.backward_holds():
+                why = "a gradient of an earlier call is held"
+            if holding.is_stuck:
+                self._give_way()
             if why is not None:
-                if holding.is_stuck:
-                    for replayed in self._replayed:
-                        replayed.start_over()
-                    holding.start_over()
                 return holding.run_eagerly(why, inputs)
+            if self._lends is not None and self._lends.renews:
+                self._give_way()
         self._lease.ended = "a later replay"
         self._lease = lease = Lease()
         leaves, structure = pytree.tree_flatten(self._split(*inputs))
         if holding is not None:
             captured = [one is not None and one.state is CaptureState.CAPTURED for one in self.captures]
+            if all(captured):
+                leaves = self._handed_over(leaves, inputs)
             if any(captured):
                 leaves = holding.hand_out(leaves, self._leased, inputs, copies=not all(captured))
             return pytree.tree_unflatten(leaves, structure)
@@ -213,10 +264,71 @@ class GraphedModule:
             found.append(one)
         return pytree.tree_unflatten(found, structure)
 
+    def _give_way(self) -> None:
+        """What is held is left to its holder: other graphs are captured. A backward's are when its forward's are."""
+        if self._takes is not None:
+            self._takes.renews = True
+            return
+        self._start_over()
+        if self._lends is not None:
+            self._lends.restart_backward()
+            self._lends.renew()
+
+    def _start_over(self) -> None:
+        for replayed in self._replayed:
+            replayed.start_over()
+        self._lent = 0
+        if self.holding is not None:
+            self.holding.start_over()
+
+    def _handed_over(self, leaves: list[Any], inputs: Sequence[Any]) -> list[Any]:
+        """After a replay of the whole: what it returns, which the other graph may use again."""
+        if self._takes is not None and self._takes.taken:
+            self._takes.backward_replayed()
+        if self._lends is None:
+            return leaves
+        (capture,) = self.captures
+        assert capture is not None
+        if capture.captures != self._lent:
+            if self._lent:
+                self._lends.restart_backward()
+            self._lent = capture.captures
+            leaves = self._lend(capture, leaves, inputs)
+        self._lends.forward_replayed()
+        return leaves
+
+    def _lend(self, capture: Capture, leaves: list[Any], inputs: Sequence[Any]) -> list[Any]:
+        assert self._lends is not None and self.holding is not None
+        lends = self._lends
+        known = {id(leaves[number]) for number in self.holding.saved if self._leased[number]}
+        others = capture.input_addresses()
+        others |= {
+            one.untyped_storage().data_ptr() for one in inputs if type(one) in (torch.Tensor, torch.nn.Parameter)
+        }
+        others |= {
+            one.untyped_storage().data_ptr()
+            for number, one in enumerate(leaves)
+            if isinstance(one, torch.Tensor) and number not in self.holding.saved
+        }
+        changed: dict[int, Any] = {}
+
+        def change(outputs: list[Any]) -> list[Any]:
+            saved = [number for number, one in enumerate(outputs) if id(one) in known]
+            found = lends.lend(outputs, saved, others)
+            changed.update({id(one): other for one, other in zip(outputs, found, strict=True)})
+            return found
+
+        capture.replace_outputs(change)
+        return [changed.get(id(leaf), leaf) for leaf in leaves]
+
     def _cannot(self) -> str | None:
         """Why its parts cannot be replayed, though they should."""
-        failed = any(one is not None and one.state is CaptureState.EAGER for one in self.captures)
-        return "a part could not be captured" if failed else None
+        captures = [one for one in self.captures if one is not None]
+        if any(one.state is CaptureState.EAGER for one in captures):
+            return "a part could not be captured"
+        if self._takes is not None and not self._takes.has_lent and any(one.is_warm for one in captures):
+            return "its forward is not a graph yet"
+        return None
 
     def report(self) -> str:
         """A line for each part, and one for each reason."""
@@ -239,29 +351,51 @@ class GraphedModule:
             replayed.close()
 
 
+class _Boxed:
+    """A part over what its forward lent; see `capture.Boxed`."""
+
+    def __init__(self, part: GraphModule, takes: Handover) -> None:
+        self._part = part
+        self._takes = takes
+
+    def owned(self, inputs: list[Any]) -> list[Any]:
+        return self._takes.owned(inputs)
+
+    def run(self, inputs: list[Any]) -> Any:
+        return torch.fx.Interpreter(self._part).boxed_run(inputs)
+
+
 class _Replayed(torch.nn.Module):
     """A part that is captured."""
 
-    def __init__(self, part: GraphModule, backend: Backend, stay: Sequence[int], warmup: int) -> None:
+    def __init__(
+        self, part: GraphModule, make_backend: Callable[[], Backend], stay: Sequence[int], warmup: int
+    ) -> None:
         super().__init__()
         self.capture: Capture | None = None
         self._part = part
-        self._backend = backend
+        self._make_backend = make_backend
+        self._boxed: _Boxed | None = None
         self._stay = stay
         self._warmup = warmup
+
+    def take_from(self, takes: Handover) -> None:
+        """Capture over inputs that own their memory, letting go of each after its last use."""
+        self._boxed = _Boxed(self._part, takes)
 
     def forward(self, *inputs: Any) -> Any:
         """Run it."""
         if self.capture is None:
             self.capture = Capture(
                 self._part,
-                self._backend,
+                self._make_backend(),
                 (inputs, {}),
                 modules=[self._part],
                 stay=[inputs[number] for number in self._stay if not isinstance(inputs[number], torch.nn.Parameter)],
                 warmup=self._warmup,
                 on_mismatch="recapture",
                 raw_outputs=True,
+                boxed=self._boxed,
             )
         return self.capture(*inputs)
 

@@ -38,10 +38,9 @@ class Holding:
 
     def why_eagerly(self, inputs: Sequence[Any]) -> str | None:
         """Why a call must not be replayed; ``None`` if it may."""
-        held = [number for number, (storage, count) in self._storages.items() if users_of(storage) > count]
+        held = self.find_held()
         self._held = self._held + 1 if held else 0
         if held:
-            self.copied.update(number for number in held if number not in self._saved)
             waits = self._saved.intersection(held)
             return "a backward is still to come" if waits else "an output of an earlier call is held"
         if self._places is not None:
@@ -53,6 +52,17 @@ class Holding:
                     return "a static input is somewhere else"
                 self._places = None
         return None
+
+    @property
+    def saved(self) -> frozenset[int]:
+        """Which outputs another graph reads."""
+        return self._saved
+
+    def find_held(self) -> list[int]:
+        """Outputs that somebody holds; of those that wait for no other graph copies are returned from now on."""
+        held = [number for number, (storage, count) in self._storages.items() if users_of(storage) > count]
+        self.copied.update(number for number in held if number not in self._saved)
+        return held
 
     @property
     def is_stuck(self) -> bool:

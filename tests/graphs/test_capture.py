@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -397,3 +398,16 @@ def test_rows_that_a_replay_lacked_are_told_by_the_next_call(on_overflow: str) -
 def test_unknown_answer_to_overflows_is_an_error() -> None:
     with pytest.raises(ArgumentError, match="on_overflow"):
         Capture(torch.clone, FakeBackend(), ([torch.ones(1)], {}), on_overflow="ignore")
+
+
+def test_inputs_of_a_warm_up_that_are_another_graphs_are_not_kept() -> None:
+    """The backward's graph would hold the first step's saved tensors for good."""
+    first = torch.ones(3)
+    found = Capture(double, FakeBackend(), ([first], {}), stay=[first], warmup=1, raw_outputs=True)
+    found(first)
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None
+    stays = torch.ones(3)
+    assert [found(stays).sum().item() for _ in range(2)] == [6.0, 6.0]
+    assert found.state is CaptureState.CAPTURED

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from te_offload.errors import CaptureError
+from te_offload.errors import BackwardTwiceError, CaptureError
 from te_offload.graphs import CudagraphBackend
 from te_offload.graphs.collectives import conflict
+from te_offload.graphs.handover import Handover
+from te_offload.graphs.layers.space import storage_over, tensor_of
 from tests.support.fake_graphs import FakeBackend
 
 
@@ -125,7 +129,8 @@ def test_outputs_and_gradients_that_are_held_do_not_change(backend: CudagraphBac
         held += [(y, y.detach().clone()), (grad, grad.clone())]
     assert all(torch.equal(one, copy) for one, copy in held)
     forward, backward = eager_calls(backend)
-    assert forward == {"an output of an earlier call is held": 3} == backward  # then new graphs, and copies
+    assert forward == {"an output of an earlier call is held": 3}  # then new graphs, and copies
+    assert backward == {"an output of an earlier call is held": 2, "its forward is not a graph yet": 1}
     captures = [*backend.forwards[0].captures, *backend.backwards[0].captures]  # type: ignore[union-attr]
     assert all(one is not None and one._graph.replays >= 4 for one in captures)
 
@@ -201,3 +206,99 @@ def test_static_inputs_that_moved_run_eagerly_until_they_stay() -> None:
     holding.hand_out([], [], [first], copies=False)
     assert holding.why_eagerly([first]) is None
     assert [holding.why_eagerly([second]) for _ in range(3)] == ["a static input is somewhere else"] * 2 + [None]
+
+
+@pytest.fixture
+def spoils(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What a backward's graph does to saved tensors: their memory serves again. The addresses, as often as it happens."""
+    found: list[int] = []
+    replayed, lend = Handover.backward_replayed, Handover.lend
+    lengths: dict[int, int] = {}
+
+    def note(self: Handover, outputs: Any, saved: Any, others: Any) -> list[Any]:
+        result = lend(self, outputs, saved, others)
+        for one, other in zip(outputs, result, strict=True):
+            if one is not other:
+                lengths[one.data_ptr()] = one.untyped_storage().nbytes()
+        return result
+
+    def spoil(self: Handover) -> None:
+        replayed(self)
+        for address in self._places:
+            ctypes.memset(address, 0xFF, lengths[address])
+            found.append(address)
+
+    monkeypatch.setattr(Handover, "lend", note)
+    monkeypatch.setattr(Handover, "backward_replayed", spoil)
+    return found
+
+
+@pytest.mark.parametrize("holds", ["nothing", "outputs", "gradients", "losses"])
+def test_nobody_reads_what_the_forward_saved_once_the_backward_has_worked_there(
+    backend: CudagraphBackend, spoils: list[int], holds: str
+) -> None:
+    eager, net = Net(), Net()
+    compiled: Any = torch.compile(net, backend=backend)
+    held: list[Any] = []
+    for number, x in enumerate(data(24)):
+        found = []
+        for call, model in ((eager, eager), (compiled, net)):
+            if holds != "gradients" or number % 3 == 0:
+                model.zero_grad()
+            y = call(x)
+            loss = y.square().sum()
+            loss.backward()
+            found.append(loss.detach().clone())
+            held = [*held[-5:], {"nothing": 0, "outputs": y, "losses": loss, "gradients": 0}[holds]]
+            del y, loss
+        assert torch.equal(*found), number
+        assert same(eager, net, grads=True), number
+    assert len(spoils) >= 5 * 6, backend.report()
+
+
+def test_second_backward_over_one_forward_is_an_error_once_the_backward_is_a_graph(
+    backend: CudagraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net()
+    compiled = torch.compile(net, backend=backend)
+    monkeypatch.setattr(torch._functorch.config, "donated_buffer", False)  # with which torch itself refuses
+    for x in data(5):
+        compiled(x).sum().backward()
+        net.zero_grad()
+    loss = compiled(data(1)[0]).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(BackwardTwiceError, match="second backward"):
+        loss.backward()
+    del loss
+    net.zero_grad()
+    compiled(data(1)[0]).sum().backward()  # and the next step is right
+    expected = Net()
+    expected(data(1)[0]).sum().backward()
+    assert same(expected, net, grads=True)
+
+
+def test_saved_tensors_have_no_owner_once_the_backward_is_captured() -> None:
+    memory, keeper, cpu = torch.ones(8), Handover(torch.device("cpu")), torch.device("cpu")
+    owner = tensor_of(storage_over(memory.data_ptr(), 32, cpu, keeper), torch.float32, (8,), (1,), 0)
+    owned_by = weakref.ref(keeper)
+    del keeper
+    handover = Handover(cpu)
+    lent, kept = handover.lend([owner, torch.ones(2)], {0}, set())
+    assert lent.data_ptr() == owner.data_ptr() and torch.equal(lent, torch.ones(8)) and kept.shape == (2,)
+    del owner
+    assert owned_by() is not None
+    (owned,) = handover.owned([lent])
+    assert owned_by() is not None and owned.data_ptr() == lent.data_ptr()
+    del owned
+    assert owned_by() is None
+    with pytest.raises(CaptureError, match="captured anew"):
+        handover.owned([lent])
+    assert handover.renews
+
+
+def test_saved_tensor_that_is_also_returned_keeps_its_owner() -> None:
+    x = torch.ones(8)
+    handover = Handover(torch.device("cpu"))
+    outputs = [x, x.view(2, 4), torch.zeros(3)]
+    assert all(a is b for a, b in zip(handover.lend(outputs, {1}, set()), outputs, strict=True))
+    assert all(a is b for a, b in zip(handover.lend(outputs, {2}, {outputs[2].data_ptr()}), outputs, strict=True))

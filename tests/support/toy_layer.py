@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from te_offload.graphs.backend import Pool
-from te_offload.graphs.layers import layer_graphs, pair
+from te_offload.graphs.layers import layer_graphs, pair, scope
 from te_offload.graphs.layers.bank import Bank, Zone
 from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.pool import SegmentPool
@@ -195,15 +195,13 @@ class FakeGround(Ground):
         self.transfer = CpuTransfer()
         self._leader, self._rounds = None, 0
         self.raises_overflow = True
+        self._warns = False
         self._outputs = set()
         self._given_up = set()
         self.launched = lambda: None
 
     def in_capture(self) -> bool:
         return False
-
-    def prepare(self) -> None:
-        """Nothing is kept for streams."""
 
     def begin_replay(self) -> None:
         self.order()
@@ -217,7 +215,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     FakePool.made = {}
     backend = type("Backend", (FakeBackend,), {"machine": machine})
-    monkeypatch.setattr(pair, "CudaBackend", backend)
+    for module in (pair, scope):
+        monkeypatch.setattr(module, "CudaBackend", backend)
     monkeypatch.setattr(pair, "SegmentPool", FakePool)
     monkeypatch.setattr(pair, "segment_lengths", lambda handle: [_SEGMENT] * 3)
     monkeypatch.setattr(layer_graphs, "Ground", FakeGround)

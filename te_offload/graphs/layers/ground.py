@@ -50,23 +50,10 @@ class Ground:
         self._given_up: set[int] = set()
         self.launched: Callable[[], None] = _nothing
         self.raises_overflow = True
-        self._prepared = False
+        self._warns = _set_warning(on=False)
         self._replays_on: torch.cuda.Stream | None = None
         self._leader: object = None
         self._rounds = 0
-
-    def prepare(self) -> None:
-        """Have what cuBLAS keeps for a stream made, for the threads that run forwards and backwards, outside of captures.
-
-        Layers are warmed up on their own stream, where the nodes that accumulate gradients belong.
-        """
-        if self._prepared:
-            return
-        self._prepared = True
-        with torch.cuda.stream(self.stream), torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            for dtype in (torch.bfloat16, torch.float32):
-                one = torch.zeros(16, 16, device=self.device, dtype=dtype, requires_grad=True)
-                torch.autograd.grad((one @ one).sum(), one)
 
     def in_capture(self) -> bool:
         """Whether someone captures the current stream."""
@@ -133,6 +120,20 @@ class Ground:
         """Give back what nobody uses. The device must be idle."""
         self.give_up(())
         self.bank.trim()
+        if self._warns:
+            _set_warning(on=True)
+
+
+def _set_warning(*, on: bool) -> bool:
+    """Have torch warn of nodes that accumulate gradients on another stream than that of the gradient, or not; as it was.
+
+    Layers are warmed up on the stream of their captures, so that these nodes, which a loss that is kept keeps too, do not
+    belong to the default stream, which no capture may wait for. Replays, on the current stream, then have it wait for that
+    one; this is right, and all that torch would tell.
+    """
+    before = bool(torch._C._warn_on_accumulate_grad_stream_mismatch())  # type: ignore[attr-defined]
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(on)
+    return before
 
 
 def _nothing() -> None:

@@ -18,7 +18,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from te_offload.errors import InputMismatchError, RowOverflowError
+from te_offload.errors import CaptureError, InputMismatchError, RowOverflowError
+from te_offload.graphs.backend import CudaBackend
 from te_offload.graphs.collectives import check_process_groups
 from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.pair import Flight, GraphPair
@@ -135,7 +136,8 @@ class LayerScope:
     def _warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self._runs += 1
-        return self._function(*args, **kwargs)
+        backend = CudaBackend(self._ground.device, None, self._ground.stream)
+        return backend.warm_up(lambda: self._function(*args, **kwargs))
 
     def _eagerly(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.eager[why] += 1
@@ -156,7 +158,6 @@ class LayerScope:
         pair: GraphPair | None = None
         try:
             check_process_groups()
-            self._ground.prepare()
             signature = Signature.of(args, kwargs, (), self._ground.device)
             moving = [number for number, leaf in enumerate(signature.leaves) if leaf.kind is Kind.MOVES]
             structure = pytree.tree_structure((tuple(args), dict(kwargs)))
@@ -167,7 +168,7 @@ class LayerScope:
             gc.collect()  # what the layer made lies in the graphs' memory
             if pair is not None:
                 pair.abandon()
-            self.reason = error
+            self.reason = _explained(error)
             self._state = change(self._state, CaptureState.EAGER)
             return
         except BaseException:
@@ -224,6 +225,17 @@ class _Replay(torch.autograd.Function):
         pair: GraphPair = ctx.pair
         flight: Flight = ctx.flight
         return (None, None, *pair.backward(flight, pair.differentiable_outputs(grads)))
+
+
+def _explained(error: Exception) -> Exception:
+    if "legacy stream depend" not in str(error):
+        return error
+    found = CaptureError(
+        "An autograd graph over these parameters is alive that was made on the default stream, which no capture may wait "
+        "for: of an earlier step, whose loss, say, is kept. Delete that, or call capture_layers before the first step."
+    )
+    found.__cause__ = error
+    return found
 
 
 def _why_eagerly() -> str | None:

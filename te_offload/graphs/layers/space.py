@@ -26,9 +26,10 @@ class Extent(NamedTuple):
 
 
 class _Place:
-    """Held by a storage over given addresses, and gone with it."""
+    """Held by a storage over given addresses, and gone with it; so is ``keeps``."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, keeps: object = None) -> None:
+        self.keeps = keeps
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -164,6 +165,11 @@ class Space:
         first = bisect.bisect_left(self._begins, segment)
         last = bisect.bisect_left(self._begins, segment + self._segments[segment])
         del self._zones[first:last], self._begins[first:last]
+
+
+def storage_over(begin: int, nbytes: int, device: torch.device, keeps: object) -> torch.UntypedStorage:
+    """Addresses as a storage that does not own them. ``keeps``: an object that lives as long as it."""
+    return _storage_at(_Place(begin, nbytes, keeps), device)
 
 
 def _storage_at(place: _Place, device: torch.device) -> torch.UntypedStorage:
