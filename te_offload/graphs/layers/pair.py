@@ -187,7 +187,7 @@ class GraphPair:
         del outputs
         if grad_outputs is not None:
             self._note_saved(run, keepers)
-        run.recorder = recorder = Recorder()  # the backward may free what it has read
+        recorder.clear()  # which saved tensors keep, with its hook: the backward may free what it has read
         elsewhere |= {one.untyped_storage().data_ptr() for one in given}
 
         def run_backward() -> list[torch.Tensor | None]:
