@@ -53,6 +53,8 @@ class Backend(Protocol):
 class Pool:
     """Memory that several captures share, which must then be replayed in the order in which they were captured.
 
+    They are captured on one stream, since torch's allocator gives memory out again only on the stream it was made for.
+
     Args:
         handle: of a pool of torch's; ``None``: a new one. keeper: keeps its memory as long as this object lives.
     """
@@ -60,6 +62,13 @@ class Pool:
     def __init__(self, handle: Any = None, keeper: object = None) -> None:
         self.handle = handle
         self._keeper = keeper
+        self._stream: torch.cuda.Stream | None = None
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The one on which its captures are made."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
 
     @classmethod
     def kept(cls, device: torch.device) -> Pool:
@@ -75,13 +84,13 @@ class CudaBackend:
 
     Args:
         device: a GPU. pool: memory shared with other captures; ``None``: its own.
-        stream: on which functions are captured; ``None``: one of its own.
+        stream: on which functions are captured; ``None``: the pool's.
     """
 
     def __init__(self, device: torch.device, pool: Pool | None, stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
         self._pool = pool if pool is not None else Pool()
-        self._stream = stream if stream is not None else torch.cuda.Stream(device)
+        self._stream = stream if stream is not None else self._pool.stream(device)
 
     def in_capture(self) -> bool:
         """See `Backend.in_capture`."""

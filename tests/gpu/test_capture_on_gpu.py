@@ -18,7 +18,7 @@ import transformer_engine.pytorch as te
 from te_offload import Fate, OffloadSession, Reason
 from te_offload.errors import InputMismatchError, RowOverflowError, StaleOutputError, UnsupportedError, WarmUpError
 from te_offload.fused import hopper
-from te_offload.graphs import Capture, CaptureState, capture
+from te_offload.graphs import Capture, CaptureState, Pool, capture
 from tests.support.mlp import assert_same_bits, make_mlp
 
 pytestmark = pytest.mark.gpu
@@ -271,6 +271,30 @@ def test_capture_within_a_capture_is_a_part_of_it() -> None:
     assert outer.state is CaptureState.CAPTURED, outer.reason
     outer.close()
     inner.close()
+
+
+def test_captures_that_share_a_pool_work_in_the_same_memory() -> None:
+    nbytes = 256 << 20
+
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        wide = x.repeat(nbytes // x.nbytes)
+        return (wide * 2).sum() + (wide * 3).sum()
+
+    held = []
+    for shared in (True, False):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        pool, x = Pool(), torch.ones(1 << 10, device="cuda", dtype=torch.int32)
+        captures = [capture(sums, [x], warmup=1, pool=pool if shared else None) for _ in range(3)]
+        for _ in range(2):
+            assert [float(one(x) + 0) for one in captures] == [5 * nbytes / 4] * 3
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        held.append(torch.cuda.memory_reserved() - before)
+        for one in captures:
+            one.close()
+    assert held[0] < 0.5 * held[1], held
 
 
 def test_close_gives_the_memory_back() -> None:

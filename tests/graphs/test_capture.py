@@ -21,7 +21,8 @@ from te_offload.errors import (
     StateError,
     WarmUpError,
 )
-from te_offload.graphs import Capture, CaptureState, capture
+from te_offload.graphs import Capture, CaptureState, Pool, capture
+from te_offload.graphs.backend import CudaBackend
 from te_offload.graphs.states import TRANSITIONS, change
 from te_offload.ops import row_check
 from tests.support.fake_graphs import FakeBackend
@@ -411,3 +412,11 @@ def test_inputs_of_a_warm_up_that_are_another_graphs_are_not_kept() -> None:
     stays = torch.ones(3)
     assert [found(stays).sum().item() for _ in range(2)] == [6.0, 6.0]
     assert found.state is CaptureState.CAPTURED
+
+
+def test_captures_that_share_a_pool_share_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another one torch's allocator would not give them what the others have done with."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    device, pool = torch.device("cuda", 0), Pool()
+    one, other, alone = CudaBackend(device, pool), CudaBackend(device, pool), CudaBackend(device, None)
+    assert one._stream is other._stream is not alone._stream
