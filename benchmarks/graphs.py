@@ -144,8 +144,11 @@ def main() -> None:
         for _ in range(WARM_UP):
             steps[name](*inputs[0])
         if session is not None:
-            row["out"] = session.records[-1].bytes_out
-            row["in flight"] = session.records[-1].peak_in_flight
+            record = session.records[-1]  # of a captured session: of its capture, whose order the graph keeps
+            row["out"] = record.bytes_out
+            row["in flight"] = record.peak_in_flight
+            row["saved"] = sum(slot.nbytes for slot in record.slots)
+            row["resident"] = record.peak_resident
         rows[name] = row
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(arguments.rounds):
@@ -168,8 +171,14 @@ def main() -> None:
         f"\neager / graph: {ratio('eager', 'graph'):.2f}; with offloading: {ratio('eager, offload', 'graph, offload'):.2f}"
     )
     smaller = rows["graph"]["pool"] - rows["graph, offload"]["pool"]
-    planned = rows["graph, offload"]["out"] - rows["graph, offload"]["in flight"]
-    print(f"The pool is smaller by {format_bytes(smaller)}; out less in flight: {format_bytes(planned)}.")
+    offloads = rows["graph, offload"]
+    planned = offloads["saved"] - offloads["resident"]
+    print(
+        f"The pool is smaller by {format_bytes(smaller)}. Of {format_bytes(offloads['saved'])} saved, "
+        f"{format_bytes(offloads['resident'])} are on the GPU at the most: {format_bytes(planned)} less, what goes less "
+        f"what is in flight then ({format_bytes(offloads['out'] - planned)}; over the step at the most "
+        f"{format_bytes(offloads['in flight'])})."
+    )
     if arguments.json:
         result = {
             "schema": "1.0",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -90,6 +90,7 @@ class SavedSlot(NamedTuple):
             while the forward runs. ``None``: there are none.
         stays: why the slot stays on the device in any case, where a layer's graph has it; ``None``: it need not.
         nbytes: of a slot that stays in any case, whose buffers are not given.
+        ready: a `Mark` of the moment since when the buffers are there, in a graph that was replayed; ``None``: now.
     """
 
     name: SlotName | None
@@ -99,6 +100,7 @@ class SavedSlot(NamedTuple):
     carried_bytes: Callable[[], int] | None = None
     stays: Reason | None = None
     nbytes: int = 0
+    ready: Any = None
 
 
 class Watch(enum.Enum):

@@ -10,8 +10,9 @@ A GPU has one stream each way. On the CPU the same calls copy at once.
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -57,6 +58,13 @@ class Transfer(Protocol):
     def mark(self) -> Mark:
         """The end of the work queued so far on the compute stream."""
 
+    def border(self) -> Callable[[], Mark]:
+        """A moment in the CUDA graph that is being captured on the compute stream, for work outside of it to come after.
+
+        Returns:
+            makes the mark of that moment in the last replay so far; one for each replay.
+        """
+
     def copy_out(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         """Start a copy from the device to the host after some marks, at least one."""
 
@@ -95,6 +103,10 @@ class CpuTransfer:
     def mark(self) -> Mark:
         """See `Transfer.mark`."""
         return _Moment(time.perf_counter())
+
+    def border(self) -> Callable[[], Mark]:
+        """See `Transfer.border`: a CPU has no graphs."""
+        return self.mark
 
     def copy_out(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         """See `Transfer.copy_out`."""
@@ -153,6 +165,23 @@ class _CapturedMark:
         torch.cuda.synchronize()
 
 
+class _ReplayedMark:
+    """A moment in the last replay of a graph, which records its event anew each time."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def is_over(self) -> bool:
+        """See `Mark.is_over`."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """See `Mark.wait`."""
+        self.event.synchronize()
+
+
 class _Way:
     """One direction: its stream, and the last mark that the stream was told to wait for first."""
 
@@ -195,6 +224,12 @@ class CudaTransfer:
     def mark(self) -> Mark:
         """See `Transfer.mark`."""
         return self._record(self._compute())
+
+    def border(self) -> Callable[[], Mark]:
+        """See `Transfer.border`."""
+        event = torch.cuda.Event(external=True)
+        event.record(self._compute())
+        return functools.partial(_ReplayedMark, event)
 
     def copy_out(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         """See `Transfer.copy_out`."""

@@ -161,7 +161,7 @@ class LayerVisit(SlotObserver):
         if self._stays is not Reason.NONE or not saved.buffers:
             return None
         if not keep and (len(saved.buffers) > 1 or saved.buffers[0].nbytes >= self._engine.rules.together):
-            entry.ready = self._engine.mover.transfer.mark()
+            entry.ready = saved.ready or self._engine.mover.transfer.mark()
         if take:
             return self._handle(list(saved.buffers), entry)
         for tensor in saved.buffers:

@@ -13,6 +13,7 @@ from te_offload import Fate, OffloadSession, Reason
 from te_offload.errors import BackwardTwiceError, InputMismatchError, RowOverflowError
 from te_offload.fused import hopper
 from te_offload.graphs import CaptureState, capture_layers
+from te_offload.offload.transfer import make_transfer
 from tests.support.layer_stack import (
     FFN,
     HIDDEN,
@@ -277,6 +278,26 @@ def test_other_inputs_raise_recapture_or_run_eagerly(on_mismatch: str) -> None:
         scope = graphs.scopes["layer0"]
         assert scope.replays == (1 if on_mismatch == "eager" else 3), graphs.report()
         assert_same_bits(weights(eager), weights(model))
+
+
+def test_copy_comes_after_a_moment_inside_a_graph_and_not_after_its_end() -> None:
+    """Each replay's own moment, though the event is one."""
+    transfer = make_transfer(torch.device("cuda", torch.cuda.current_device()))
+    transfer.timed = False
+    x, host = torch.zeros(1 << 20, device="cuda"), torch.zeros(1 << 20, pin_memory=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        border = transfer.border()
+        torch.cuda._sleep(200_000_000)
+    for number in range(1, 6):
+        graph.replay()
+        end = transfer.mark()
+        copy = transfer.copy_out([(x.data_ptr(), host.data_ptr(), x.nbytes)], (border(),))
+        copy.ended.wait()
+        early = not end.is_over()
+        assert early and bool((host == number).all())
+        end.wait()
 
 
 @pytest.mark.parametrize("on_overflow", ["raise", "report"])

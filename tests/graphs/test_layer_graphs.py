@@ -24,6 +24,10 @@ from te_offload.graphs import CaptureState, LayerGraphs, capture_layers
 from te_offload.graphs.backend import Pool
 from te_offload.graphs.layers import pair
 from te_offload.graphs.layers.pair import GraphPair
+from te_offload.graphs.layers.recorder import Recorder
+from te_offload.offload.transfer import CpuTransfer
+from te_offload.ops import ScaledSReLU
+from te_offload.slots import SavedSlot, SaveState
 from tests.support import toy_layer
 from tests.support.mlp import make_mlp
 from tests.support.toy_layer import FakeBackend, FakeGround, FakeRecording, Machine, Toy, install
@@ -496,3 +500,20 @@ def test_captured_backward_may_work_where_it_has_read_a_slot(monkeypatch: pytest
     found = GraphPair(FakeGround(x.device, virtual=True), "layer", layer, layer.forward, structure, leaves, [0])
     found._run(Pool(), grad_outputs=None)
     assert alive == [False]
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_slot_is_there_since_its_op_said_so_unless_it_was_written_to_afterwards(written: bool) -> None:
+    borders, mark = list[int](), CpuTransfer().mark()
+
+    def border() -> Callable[[], Any]:
+        borders.append(len(borders))
+        return lambda: mark
+
+    recorder, op, buffer = Recorder(border), ScaledSReLU(), torch.ones(4)
+    recorder.slot_saved(op, SavedSlot(None, SaveState.SAVED, (buffer,), ()), take=True)
+    if written:
+        buffer += 1
+    ((told_by, saved, ready, versions),) = recorder.slots
+    assert told_by is op and borders == [0] and ready() is mark
+    assert ([one._version for one in saved.buffers] != versions) is written

@@ -30,6 +30,7 @@ from te_offload.graphs.layers.items import Extents, Item, grouped, made
 from te_offload.graphs.layers.pool import SegmentPool, segment_lengths
 from te_offload.graphs.layers.recorder import Recorder
 from te_offload.graphs.layers.space import Extent
+from te_offload.offload.transfer import Mark
 from te_offload.ops.row_check import RowCheck
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import Reason, SavedSlot, SaveState, SlotHandle, Watch
@@ -49,11 +50,12 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A slot of an op: its buffers, or why it stays."""
+    """A slot of an op: its buffers, or why it stays; and since when in a replay the buffers are there."""
 
     op: SlotOwner
     saved: SavedSlot
     items: tuple[Item, ...]
+    ready: Callable[[], Mark] | None
 
 
 @dataclass
@@ -151,7 +153,7 @@ class GraphPair:
             leaves[number] = leaves[number].detach()
         for number in self._differentiable:
             leaves[number].requires_grad_()
-        recorder = Recorder()
+        recorder = Recorder(ground.transfer.border)
         elsewhere = {tensor.untyped_storage().data_ptr() for tensor in self._module.parameters()}
         elsewhere |= {tensor.untyped_storage().data_ptr() for tensor in self._module.buffers()}
         elsewhere |= {one.untyped_storage().data_ptr() for one in leaves if isinstance(one, torch.Tensor)}
@@ -230,7 +232,7 @@ class GraphPair:
         self._slots: list[_Slot] = []
         self._others: list[Item] = []
         taken: set[Extent] = set()
-        for op, saved in run.recorder.slots:
+        for op, saved, ready, versions in run.recorder.slots:
             items = tuple([item for item in map(live.item, saved.buffers) if item is not None])
             crosses = len(items) != len([buffer for buffer in saved.buffers if buffer.numel()])
             stays = None
@@ -242,7 +244,8 @@ class GraphPair:
             if stays is not None and saved.state is SaveState.SAVED:
                 told = told._replace(nbytes=sum([buffer.nbytes for buffer in saved.buffers]))
                 items = ()
-            self._slots.append(_Slot(op, told, items))
+            written = [buffer._version for buffer in saved.buffers] != versions  # it is there when the forward ends
+            self._slots.append(_Slot(op, told, items, None if written else ready))
             taken.update(item.extent for item in items)
         if not self._ground.resident:
             others = [live.item(tensor) for tensor in run.recorder.others]
@@ -368,7 +371,9 @@ class GraphPair:
             tensors = [item.over(saved) for item in slot.items]
             handle = None
             if observer is not None and watch is Watch.TAKES:
-                handle = observer.slot_saved(slot.op, slot.saved._replace(buffers=tuple(tensors)), take=True)  # type: ignore[arg-type]
+                ready = slot.ready() if slot.ready is not None else None
+                saved_slot = slot.saved._replace(buffers=tuple(tensors), ready=ready)
+                handle = observer.slot_saved(slot.op, saved_slot, take=True)  # type: ignore[arg-type]
             if handle is not None:
                 flight.slots.append((slot.items, handle))
             else:

@@ -6,11 +6,12 @@ observer again afterwards; nothing is taken away from anyone. Does not: keep ten
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from te_offload.offload.transfer import Mark
 from te_offload.ops import te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import SavedSlot, SlotHandle, SlotObserver, Watch
@@ -37,19 +38,24 @@ class _Handle(SlotHandle):
 class Recorder(SlotObserver):
     """Watches one forward.
 
+    Args:
+        border: makes a moment of the graph that is being captured; see `Transfer.border`.
+
     Attributes:
-        slots: which op saved what. others: what passed the hook, and is of no slot and not exempt.
+        slots: which op saved what, since when it is there, and the versions that its buffers had then.
+        others: what passed the hook, and is of no slot and not exempt.
     """
 
-    def __init__(self) -> None:
-        self.slots: list[tuple[SlotOwner, SavedSlot]] = []
+    def __init__(self, border: Callable[[], Callable[[], Mark]]) -> None:
+        self._border = border
+        self.slots: list[tuple[SlotOwner, SavedSlot, Callable[[], Mark], list[int]]] = []
         self.others: list[torch.Tensor] = []
         self._packed: list[torch.Tensor] = []
         self._exempt: list[torch.Tensor] = []
 
     def storages(self) -> set[int]:
         """Addresses of the storages of all that was saved."""
-        buffers = [buffer for _, saved in self.slots for buffer in saved.buffers]
+        buffers = [buffer for _, saved, *_ in self.slots for buffer in saved.buffers]
         return {
             tensor.untyped_storage().data_ptr() for tensor in (*self.others, *buffers) if type(tensor) is torch.Tensor
         }
@@ -86,14 +92,14 @@ class Recorder(SlotObserver):
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> SlotHandle | None:
         """See `SlotObserver.slot_saved`."""
         assert isinstance(op, SlotOwner)
-        self.slots.append((op, saved))
+        self.slots.append((op, saved, self._border(), [buffer._version for buffer in saved.buffers]))
         self._exempt.extend(saved.exempt)
         if not take or not saved.buffers:
             return None
         return _Handle(f"{type(op).__name__}'s slot", list(saved.buffers))
 
     def _sort(self) -> None:
-        known = [tensor for _, saved in self.slots for tensor in saved.buffers] + self._exempt
+        known = [tensor for _, saved, *_ in self.slots for tensor in saved.buffers] + self._exempt
         addresses = {tensor.data_ptr() for tensor in known if tensor.numel()}
         seen = set()
         for tensor in self._packed:
