@@ -12,7 +12,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -27,6 +27,7 @@ from te_offload.errors import (
 )
 from te_offload.graphs.backend import Backend, CudaBackend, Pool, Recording
 from te_offload.graphs.collectives import check_process_groups
+from te_offload.graphs.recorded import Boxed, RecordedGraph
 from te_offload.graphs.residents import Residents
 from te_offload.graphs.signature import Kind, Signature
 from te_offload.graphs.states import CaptureState, change
@@ -120,16 +121,6 @@ def in_session(function: Callable[..., Any], session: OffloadSession, warmup: in
     return step
 
 
-class Boxed(Protocol):
-    """A function of a list of inputs."""
-
-    def owned(self, inputs: list[Any]) -> list[Any]:
-        """The inputs that the capture runs with, which may own memory that those of other calls do not."""
-
-    def run(self, inputs: list[Any]) -> Any:
-        """Run it, letting go of each input after its last use."""
-
-
 class Capture:
     """A function that is, or will be, a graph; see `capture`.
 
@@ -187,7 +178,7 @@ class Capture:
         self._runs = 0
         self._producers: list[Any] = []
         self._lease = Lease()
-        self._graph = _Graph(backend)
+        self._graph = RecordedGraph(backend)
         self._finalizer = weakref.finalize(self, self._graph.close)  # also when Python ends
         self._take_inputs(*examples)
 
@@ -468,36 +459,6 @@ class Capture:
         except RowOverflowError as error:
             warnings.warn(str(error), stacklevel=3)
         self._rows = None
-
-
-class _Graph:
-    """What a capture holds on the device, apart from it so that it can be taken down when the capture is gone."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._recording: Recording | None = None
-        self._outputs: list[Any] = []
-        self.structure: Any = None
-        self.replays = 0
-
-    def hold(self, recording: Recording, outputs: list[Any], structure: Any) -> None:
-        self._recording, self._outputs, self.structure = recording, outputs, structure
-        self.replays = 0
-
-    def replace_outputs(self, change: Callable[[list[Any]], list[Any]]) -> None:
-        self._outputs = change(self._outputs)
-
-    def replay(self) -> list[Any]:
-        assert self._recording is not None
-        self._recording.replay()
-        self.replays += 1
-        return self._outputs
-
-    def close(self) -> None:
-        recording, self._recording, self._outputs = self._recording, None, []
-        if recording is not None:
-            self._backend.settle()
-            recording.close()
 
 
 def _device_of(inputs: Any, modules: Sequence[torch.nn.Module]) -> torch.device | None:
