@@ -117,6 +117,24 @@ def test_gradients_accumulate_over_microbatches() -> None:
         assert_same_bits(grads(eager), grads(model))
 
 
+def test_gradients_accumulate_on_the_stream_of_the_warm_up_while_losses_are_kept() -> None:
+    """A kept loss keeps the nodes that accumulate gradients, which read what the next layer's backward could write over."""
+    eager, model = Model(), Model()
+    with capture_layers(model.layers, warmup=2) as graphs:
+        kept = None
+        for number, batch in enumerate(batches(12)):
+            loss_of(eager, batch).backward()
+            loss = loss_of(model, batch)
+            kept = loss  # and the one before until now
+            loss.backward()
+            assert_same_bits(grads(eager), grads(model))
+            if number % 4 == 3:
+                for one in (eager, model):
+                    one.zero_grad(set_to_none=False)
+        assert kept is not None
+        captured(graphs)
+
+
 def test_second_forward_before_the_backward_runs_eagerly_and_both_backwards_are_right() -> None:
     eager, model = Model(), Model()
     every = list(batches(8))

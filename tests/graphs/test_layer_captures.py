@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from te_offload.fused import hopper
 from te_offload.graphs.backend import Pool
-from te_offload.graphs.layers import pair
+from te_offload.graphs.layers import ground, pair
 from te_offload.graphs.layers.pair import GraphPair
 from te_offload.graphs.layers.recorder import Recorder
 from te_offload.offload.transfer import CpuTransfer
@@ -73,3 +73,12 @@ def test_slot_is_there_since_its_op_said_so_unless_it_was_written_to_afterwards(
     ((told_by, saved, ready, versions),) = recorder.slots
     assert told_by is op and borders == [0] and ready() is mark
     assert ([one._version for one in saved.buffers] != versions) is written
+
+
+def test_torch_warns_of_streams_again_once_layers_have_no_graphs() -> None:
+    was = ground._set_warning(on=True)
+    try:
+        assert ground._set_warning(on=False) is True
+        assert ground._set_warning(on=True) is False
+    finally:
+        ground._set_warning(on=was)

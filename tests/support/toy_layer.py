@@ -203,6 +203,9 @@ class FakeGround(Ground):
     def in_capture(self) -> bool:
         return False
 
+    def wait_for_gradients(self) -> None:
+        """There are no streams."""
+
     def begin_replay(self) -> None:
         self.order()
 

@@ -51,6 +51,7 @@ class Ground:
         self.launched: Callable[[], None] = _nothing
         self.raises_overflow = True
         self._warns = _set_warning(on=False)
+        self._gradients_read = torch.cuda.Event()
         self._replays_on: torch.cuda.Stream | None = None
         self._leader: object = None
         self._rounds = 0
@@ -72,6 +73,15 @@ class Ground:
             self._replays_on = torch.cuda.current_stream(self.device)
             if before is not None:
                 self._replays_on.wait_stream(before)
+
+    def wait_for_gradients(self) -> None:
+        """A backward's graph is replayed next: it comes after what reads the gradients of those before it.
+
+        A node that accumulates gradients may run on the stream of the warm-up (see `_set_warning`), and torch's allocator,
+        which would know, does not own this memory.
+        """
+        self._gradients_read.record(self.stream)
+        self._gradients_read.wait()
 
     def begin_round(self, pair: object) -> None:
         """A forward is replayed: with the first one that comes again, another round has begun."""
@@ -131,7 +141,10 @@ def _set_warning(*, on: bool) -> bool:
     belong to the default stream, which no capture may wait for. Replays, on the current stream, then have it wait for that
     one; this is right, and all that torch would tell.
     """
-    before = bool(torch._C._warn_on_accumulate_grad_stream_mismatch())  # type: ignore[attr-defined]
+    asks = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", None)
+    if asks is None:  # a torch that does not warn
+        return False
+    before = bool(asks())
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(on)
     return before
 

@@ -400,6 +400,7 @@ class GraphPair:
         flight.over = True
         assert self._backward is not None
         ground, space = self._ground, self._ground.space
+        ground.wait_for_gradients()
         ground.begin_replay()
         held: list[Any] = []
         for items, handle in flight.slots:
