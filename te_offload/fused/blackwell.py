@@ -2,8 +2,8 @@
 
 In: windows with at least one op of `te_offload.ops`. Out: the same fused kernels, and marks on what they save. Keeps
 true: kernels, saved layout and gradients are Transformer Engine's own; windows of plain `te.ops` are left to it. Does
-not: run anywhere but on compute capability 10.x. The unary op has been run with its kernels replaced (tests/layouts), the
-gated one, whose layout is the same in Transformer Engine's source, not even so; neither has run on such a card.
+not: run anywhere but on compute capability 10.x. Both ops have been run with their kernels replaced, in MXFP8
+(tests/layouts); neither has run on such a card.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs Transformer Engine's own op code on the CPU, with nothing but its kernels replaced.
 
-What is real: te.ops.GroupedLinear (split and grouped path), the scaled activations, GroupedMLP_CuTeGEMMUnary, the fuser,
-autocast, recipe state, quantizers' usage flags, what is saved and how. What is replaced: GEMMs, quantization and
+What is real: te.ops.GroupedLinear (split and grouped path), the scaled activations, GroupedMLP_CuTeGEMMUnary and GLU, the
+fuser, autocast, recipe state, quantizers' usage flags, what is saved and how. What is replaced: GEMMs, quantization and
 activation kernels. Unfused kernels compute real numbers (FP8 current scaling quantizes to E4M3 and E5M2 for real); the
 Blackwell kernels return numbers that depend on nothing, so that only layout, marks and bytes can be judged there.
 """
@@ -28,7 +28,7 @@ from transformer_engine.pytorch.ops.fuser import OperationFuser
 from transformer_engine.pytorch.tensor import GroupedTensor, GroupedTensorStorage, MXFP8Quantizer, MXFP8TensorStorage
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-from te_offload.fused.blackwell import BlackwellUnaryGroupedMLP
+from te_offload.fused.blackwell import BlackwellGLUGroupedMLP, BlackwellUnaryGroupedMLP
 from te_offload.ops import arithmetic
 from te_offload.ops.slot_owner import SlotOwner
 
@@ -241,9 +241,16 @@ def mxfp8_group_quantize(x: torch.Tensor, quantizer: Any, num: int, first_dims: 
     )
 
 
-def _activation_kernel(a_tensor: Any = None, n: Any = None, b_tensor: Any = None, **_: Any) -> dict[str, torch.Tensor]:
+def _glu_kernel(a_tensor: Any = None, n: Any = None, b_tensor: Any = None, **_: Any) -> dict[str, torch.Tensor]:
+    return _activation_kernel(a_tensor, n, b_tensor, gates=2)
+
+
+def _activation_kernel(
+    a_tensor: Any = None, n: Any = None, b_tensor: Any = None, gates: int = 1, **_: Any
+) -> dict[str, torch.Tensor]:
     rows, columns = a_tensor.shape[0], n if n is not None else b_tensor.shape[0]
     pre = torch.linspace(-1, 1, rows * columns, dtype=torch.bfloat16).view(rows, columns, 1)
+    columns //= gates
     return {
         "c_tensor": pre,
         "d_tensor": _fp8_bytes(rows, columns),
@@ -301,15 +308,16 @@ def fused(monkeypatch: pytest.MonkeyPatch, *, rebuilds_fc2_input: bool = False) 
     monkeypatch.setattr(te_grouped_mlp, "tex", kernels)
     monkeypatch.setattr(MXFP8Quantizer, "quantize_impl", mxfp8_quantize)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *a: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (10, 0))
     replaced: dict[str, Any] = {
         "is_supported": True,
-        "grouped_gemm_activation_kernel": _activation_kernel,
         "grouped_gemm_dactivation_kernel": _dactivation_kernel,
         "grouped_gemm_quant_kernel": _fill_zero("d_tensor"),
         "grouped_gemm_wgrad_kernel": _fill_zero("wgrad_tensor"),
     }
-    for name, value in replaced.items():
-        monkeypatch.setattr(BlackwellUnaryGroupedMLP, name, classmethod(lambda cls, value=value: value))
+    for kind, activation in ((BlackwellUnaryGroupedMLP, _activation_kernel), (BlackwellGLUGroupedMLP, _glu_kernel)):
+        for name, value in (replaced | {"grouped_gemm_activation_kernel": activation}).items():
+            monkeypatch.setattr(kind, name, classmethod(lambda cls, value=value: value))
     monkeypatch.setattr(te_grouped_mlp, "_grouped_gemm_dsrelu_backward_supported", lambda: rebuilds_fc2_input)
     monkeypatch.setattr(te_grouped_mlp, "_nvidia_cudnn_frontend_supports_wgrad", lambda: True)
     monkeypatch.setattr(te_grouped_mlp, "_cudnn_frontend_supports_grouped_gemm_srelu_tanh", lambda: False)
