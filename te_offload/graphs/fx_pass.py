@@ -239,14 +239,15 @@ class GraphedModule:
             if self._takes is not None:
                 self._takes.check(inputs)
             why = self._cannot() or holding.why_eagerly(inputs)
-            if why is None and self._lends is not None and self._lends.backward_holds():
-                why = "a gradient of an earlier call is held"
-            if holding.is_stuck:
+            renews = False
+            if why is None and self._lends is not None:
+                if self._lends.gradient_held():
+                    why = "a gradient of an earlier call is held"
+                renews = self._lends.renews
+            if holding.is_stuck or renews:
                 self._give_way()
             if why is not None:
                 return holding.run_eagerly(why, inputs)
-            if self._lends is not None and self._lends.renews:
-                self._give_way()
         self._lease.ended = "a later replay"
         self._lease = lease = Lease()
         leaves, structure = pytree.tree_flatten(self._split(*inputs))

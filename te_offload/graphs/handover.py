@@ -18,6 +18,7 @@ import torch
 
 from te_offload.errors import BackwardTwiceError, CaptureError
 from te_offload.graphs.backend import Pool
+from te_offload.graphs.holding import PATIENCE
 from te_offload.graphs.layers.space import storage_over, tensor_of
 
 
@@ -49,6 +50,8 @@ class Handover:
         self.taken = False
         self.backward_holds: Callable[[], bool] = _nobody
         self.restart_backward: Callable[[], None] = _nothing
+        self._held = 0  # forwards, one after the other, that found something of the backward's held
+        self._first: int | None = None  # number of the first input of the backward's that was lent
         self._owners: dict[int, torch.UntypedStorage] = {}
         self._lent: Lent | None = None
         self._places: weakref.WeakValueDictionary[int, Lent] = weakref.WeakValueDictionary()
@@ -111,6 +114,15 @@ class Handover:
         self.taken = True
         return found
 
+    def gradient_held(self) -> bool:
+        """Before a forward: whether someone holds what the backward's graph has returned, where the forward may work. If it
+        is held for long, both are to be captured anew.
+        """
+        held = self.backward_holds()
+        self._held = self._held + 1 if held else 0
+        self.renews = self.renews or self._held >= PATIENCE
+        return held
+
     def forward_replayed(self) -> None:
         """What was lent has its numbers again."""
         if self._lent is not None:
@@ -122,16 +134,18 @@ class Handover:
         Raises:
             BackwardTwiceError: another one has worked where its inputs lie.
         """
-        for one in inputs:
-            if type(one) is torch.Tensor:
-                lent = self._places.get(one.untyped_storage().data_ptr())
-                if lent is not None:
-                    if not lent.fresh:
-                        raise BackwardTwiceError(
-                            "A second backward over one forward: its CUDA graph works where the first one has read. "
-                            "Run the forward again instead of retain_graph=True."
-                        )
-                    return
+        if self._first is None:  # until one is found
+            numbers = [number for number, one in enumerate(inputs) if self._lent_with(one) is not None]
+            self._first = numbers[0] if numbers else None
+        lent = self._lent_with(inputs[self._first]) if self._first is not None else None
+        if lent is not None and not lent.fresh:
+            raise BackwardTwiceError(
+                "A second backward over one forward: its CUDA graph works where the first one has read. Run the forward "
+                "again instead of retain_graph=True."
+            )
+
+    def _lent_with(self, one: Any) -> Lent | None:
+        return self._places.get(one.untyped_storage().data_ptr()) if type(one) is torch.Tensor else None
 
     def backward_replayed(self) -> None:
         """What was lent is over."""
@@ -142,7 +156,7 @@ class Handover:
         """Both are captured anew, into another pool."""
         self.pool = Pool.kept(self._device)
         self.renews, self.taken = False, False
-        self._owners, self._lent = {}, None
+        self._owners, self._lent, self._first, self._held = {}, None, None, 0
 
 
 def _nobody() -> bool:

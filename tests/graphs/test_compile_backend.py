@@ -256,12 +256,10 @@ def test_nobody_reads_what_the_forward_saved_once_the_backward_has_worked_there(
     assert len(spoils) >= 5 * 6, backend.report()
 
 
-def test_second_backward_over_one_forward_is_an_error_once_the_backward_is_a_graph(
-    backend: CudagraphBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@torch._functorch.config.patch(donated_buffer=False)  # with which torch itself refuses
+def test_second_backward_over_one_forward_is_an_error_once_the_backward_is_a_graph(backend: CudagraphBackend) -> None:
     net = Net()
     compiled = torch.compile(net, backend=backend)
-    monkeypatch.setattr(torch._functorch.config, "donated_buffer", False)  # with which torch itself refuses
     for x in data(5):
         compiled(x).sum().backward()
         net.zero_grad()
@@ -302,3 +300,23 @@ def test_saved_tensor_that_is_also_returned_keeps_its_owner() -> None:
     outputs = [x, x.view(2, 4), torch.zeros(3)]
     assert all(a is b for a, b in zip(handover.lend(outputs, {1}, set()), outputs, strict=True))
     assert all(a is b for a, b in zip(handover.lend(outputs, {2}, {outputs[2].data_ptr()}), outputs, strict=True))
+
+
+def test_gradients_that_are_held_for_good_cost_some_eager_calls_and_new_graphs(
+    backend: CudagraphBackend, spoils: list[int]
+) -> None:
+    eager, net, held = Net(), Net(), list[tuple[torch.Tensor, torch.Tensor]]()
+    compiled: Any = torch.compile(net, backend=backend)
+    for number, x in enumerate(data(20)):
+        for call, model in ((eager, eager), (compiled, net)):
+            for parameter in model.parameters():
+                parameter.grad = None
+            call(x).square().sum().backward()
+        assert same(eager, net, grads=True), number
+        held += [(one.grad, one.grad.clone()) for one in net.parameters() if one.grad is not None]
+    assert all(torch.equal(one, copy) for one, copy in held)
+    forward, _ = eager_calls(backend)
+    assert forward == {"a gradient of an earlier call is held": 3}
+    captures = [*backend.forwards[0].captures, *backend.backwards[0].captures]  # type: ignore[union-attr]
+    assert all(one is not None and one._graph.replays >= 8 for one in captures), backend.report()
+    assert spoils

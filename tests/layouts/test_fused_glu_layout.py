@@ -12,9 +12,18 @@ import transformer_engine.pytorch.ops.fused.grouped_mlp as te_grouped_mlp
 
 from te_offload import Fate, OffloadSession, Reason, SlotName, ops
 from te_offload.fused.blackwell import BlackwellGLUGroupedMLP
-from te_offload.ops import te_adapter
 from te_offload.ops.row_check import RowCheck
-from tests.layouts.test_fused_layout import EXPERTS, FFN, HIDDEN, MXFP8, NAMES, TOKENS, forward_ops, step
+from tests.layouts.test_fused_layout import (
+    EXPERTS,
+    FFN,
+    HIDDEN,
+    MXFP8,
+    NAMES,
+    TOKENS,
+    buffers_seen,
+    forward_ops,
+    step,
+)
 from tests.layouts.test_unfused_layouts import listen, marked
 from tests.support import te_on_cpu
 
@@ -46,23 +55,7 @@ def gated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ca
 def test_window_gets_our_fused_op_and_every_slot_goes_and_comes_back_bit_for_bit(
     gated: Callable[..., te.ops.Sequential], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[list[torch.Tensor]] = []
-    read, backward = te_adapter.read_fused, BlackwellGLUGroupedMLP.fuser_backward
-
-    def buffers(entries: Any) -> list[torch.Tensor]:
-        return [buffer.detach().clone() for buffer in te_adapter.buffers_of(*entries) if type(buffer) is torch.Tensor]
-
-    def note_forward(basic_ops: Any, ctxs: Any, **arguments: Any) -> Any:
-        seen.append(buffers(ctxs[0].to_save))
-        return read(basic_ops, ctxs, **arguments)
-
-    def note_backward(self: Any, ctxs: Any, *args: Any, **kwargs: Any) -> Any:
-        te_adapter.bring_carried(self.basic_ops[0], ctxs[0])
-        seen.append(buffers(ctxs[0].saved_tensors))
-        return backward(self, ctxs, *args, **kwargs)
-
-    monkeypatch.setattr(te_adapter, "read_fused", note_forward)
-    monkeypatch.setattr(BlackwellGLUGroupedMLP, "fuser_backward", note_backward)
+    seen = buffers_seen(monkeypatch, BlackwellGLUGroupedMLP)
     module = gated()
     with OffloadSession(module, min_bytes=0) as session, session.step():
         step(module)

@@ -39,6 +39,28 @@ def forward_ops(module: te.ops.Sequential) -> list[type]:
     return [type(op) for op, _ in module._module_groups[0]._forward_ops]
 
 
+def buffers_seen(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> list[list[torch.Tensor]]:
+    """Copies of all buffers that a fused op of this kind saves, and then of those that its backward finds."""
+    seen: list[list[torch.Tensor]] = []
+    read, backward = te_adapter.read_fused, kind.fuser_backward
+
+    def buffers(entries: Any) -> list[torch.Tensor]:
+        return [buffer.detach().clone() for buffer in te_adapter.buffers_of(*entries) if type(buffer) is torch.Tensor]
+
+    def note_forward(basic_ops: Any, ctxs: Any, **arguments: Any) -> Any:
+        seen.append(buffers(ctxs[0].to_save))
+        return read(basic_ops, ctxs, **arguments)
+
+    def note_backward(self: Any, ctxs: Any, *args: Any, **kwargs: Any) -> Any:
+        te_adapter.bring_carried(self.basic_ops[0], ctxs[0])
+        seen.append(buffers(ctxs[0].saved_tensors))
+        return backward(self, ctxs, *args, **kwargs)
+
+    monkeypatch.setattr(te_adapter, "read_fused", note_forward)
+    monkeypatch.setattr(kind, "fuser_backward", note_backward)
+    return seen
+
+
 def test_window_of_our_ops_gets_our_fused_op(monkeypatch: pytest.MonkeyPatch) -> None:
     te_on_cpu.fused(monkeypatch)
     module = mlp()
@@ -79,23 +101,7 @@ def test_window_of_plain_te_ops_is_left_to_transformer_engine(monkeypatch: pytes
 def test_slots_move_and_come_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch, single: bool) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     te_on_cpu.fused(monkeypatch)
-    seen: list[list[torch.Tensor]] = []
-    read, backward = te_adapter.read_fused, BlackwellUnaryGroupedMLP.fuser_backward
-
-    def buffers(entries: Any) -> list[torch.Tensor]:
-        return [buffer.detach().clone() for buffer in te_adapter.buffers_of(*entries) if type(buffer) is torch.Tensor]
-
-    def note_forward(basic_ops: Any, ctxs: Any, **arguments: Any) -> Any:
-        seen.append(buffers(ctxs[0].to_save))
-        return read(basic_ops, ctxs, **arguments)
-
-    def note_backward(self: Any, ctxs: Any, *args: Any, **kwargs: Any) -> Any:
-        te_adapter.bring_carried(self.basic_ops[0], ctxs[0])
-        seen.append(buffers(ctxs[0].saved_tensors))
-        return backward(self, ctxs, *args, **kwargs)
-
-    monkeypatch.setattr(te_adapter, "read_fused", note_forward)
-    monkeypatch.setattr(BlackwellUnaryGroupedMLP, "fuser_backward", note_backward)
+    seen = buffers_seen(monkeypatch, BlackwellUnaryGroupedMLP)
     module = mlp(single_grouped_weight=single)
     with OffloadSession(module, min_bytes=0) as session, session.step():
         step(module)
