@@ -134,6 +134,8 @@ class Handover:
         Raises:
             BackwardTwiceError: another one has worked where its inputs lie.
         """
+        if not self._places:
+            return
         if self._first is None:  # until one is found
             numbers = [number for number, one in enumerate(inputs) if self._lent_with(one) is not None]
             self._first = numbers[0] if numbers else None

@@ -1,9 +1,9 @@
 """Whether split sizes fit the rows that they split, in a CUDA graph, where no host reads them.
 
 In: split sizes that grouped linears were given while a graph was being captured. Out: nodes of that graph that note by how
-many rows they asked for too much, and split sizes cut to the rows. Keeps true: nothing waits for the device; what was noted
-stays until it was told of; a backward reads the sizes that its forward computed with. Does not: look at calls outside of a
-capture, or at split sizes on the host, which are checked where they are read.
+many rows they asked for too much, and split sizes cut to the rows. Keeps true: nothing waits for the device; a replay that
+asked for too much is told of, and once, however far the host is ahead; a backward reads the sizes that its forward computed
+with. Does not: look at calls outside of a capture, or at split sizes on the host, which are checked where they are read.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ class RowCheck:
     def __init__(self, device: torch.device, most: int = 4096) -> None:
         self.places: list[str] = []
         self.device = device
-        self._most = torch.zeros(most, dtype=torch.int64, device=device)
-        self._told = torch.zeros(most, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # Of each place the most rows that were missing, then in how many replays some were. Both only grow, so that a
+        # replay that was queued before the host looked tells nothing twice.
+        self._state = torch.zeros(2 * most, dtype=torch.int64, device=device)
+        self._told = torch.zeros(2 * most, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._known: list[int] = []
         self._seen = memoryview(self._told.numpy())  # type: ignore[arg-type]  # which the host reads before each replay
         self._excess: list[torch.Tensor] = []
         self._noted: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -62,13 +65,13 @@ class RowCheck:
             self._excess, self._noted, self._cut = [], {}, {}
 
     def overflows(self) -> dict[str, int]:
-        """By how many rows too much was asked for at the most, by place, in the replays that are over; and forget it."""
-        found: dict[str, int] = {}
-        if any(self._seen[: len(self.places)]):
-            found = {place: excess for place, excess in zip(self.places, self._seen, strict=False) if excess}
-            self._told.zero_()
-            self._most.zero_()
-        return found
+        """By how many rows too much was asked for at the most, of each place where a replay did since the last call."""
+        count = len(self.places)
+        times = self._seen[count : 2 * count].tolist()
+        if times == self._known:
+            return {}
+        known, self._known = self._known or [0] * count, times
+        return {self.places[number]: self._seen[number] for number in range(count) if times[number] != known[number]}
 
     def note(self, op: Any, split_sizes: torch.Tensor, rows: int) -> tuple[int, int, int]:
         """Note what a call asks for: a number by which the same split sizes are known again."""
@@ -92,15 +95,16 @@ class RowCheck:
 
     def _finish(self) -> None:
         count = len(self.places)
-        if count > len(self._seen):
+        if 2 * count > len(self._seen):
             raise CaptureError(
-                f"{count} calls of grouped linears are captured, and there is place for {len(self._seen)} checks of their "
-                "split sizes. Capture fewer layers in one graph."
+                f"{count} calls of grouped linears are captured, and there is place for {len(self._seen) // 2} checks of "
+                "their split sizes. Capture fewer layers in one graph."
             )
         if count:
-            most = self._most[:count]
-            torch.maximum(most, torch.stack(self._excess), out=most)
-            self._told[:count].copy_(most, non_blocking=True)
+            excess, most, times = torch.stack(self._excess), self._state[:count], self._state[count : 2 * count]
+            torch.maximum(most, excess, out=most)
+            times += excess > 0
+            self._told[: 2 * count].copy_(self._state[: 2 * count], non_blocking=True)
 
 
 def note(op: Any, split_sizes: torch.Tensor, rows: int) -> None:
@@ -128,7 +132,7 @@ def fitting(op: Any, split_sizes: torch.Tensor, rows: int) -> torch.Tensor:
 
 def error(overflows: dict[str, int]) -> RowOverflowError:
     """What to raise for places with rows that are not there."""
-    lines = [f"{place}: {excess} more" for place, excess in overflows.items()]
+    lines = [f"{place}: at the most {excess} more" for place, excess in overflows.items()]
     return RowOverflowError(
         "Split sizes in a CUDA graph asked for more rows than there are, and the last rows were left out:\n  "
         + "\n  ".join(lines)

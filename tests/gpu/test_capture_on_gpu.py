@@ -125,7 +125,7 @@ def test_split_sizes_beyond_the_rows_are_told_and_what_fits_is_right(path: str) 
                 more[-1] += 7  # which there are no rows for: cut, they are the sizes as they were
             assert torch.equal(expected, replay(x, more, scales) + 0), number
             if number == 4:
-                with pytest.raises(RowOverflowError, match=f"on {TOKENS} rows: 7 more"):
+                with pytest.raises(RowOverflowError, match=f"on {TOKENS} rows: at the most 7 more"):
                     replay.check_rows()
         assert replay.state is CaptureState.CAPTURED, replay.reason
         assert set(replay.overflows.values()) == {7}

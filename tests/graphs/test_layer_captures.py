@@ -71,7 +71,7 @@ def test_slot_is_there_since_its_op_said_so_unless_it_was_written_to_afterwards(
     if written:
         buffer += 1
     ((told_by, saved, ready, versions),) = recorder.slots
-    assert told_by is op and borders == [0] and ready() is mark
+    assert told_by is op and borders == [0] and ready is not None and ready() is mark
     assert ([one._version for one in saved.buffers] != versions) is written
 
 

@@ -46,6 +46,15 @@ def test_split_sizes_are_cut_where_the_rows_end(values: list[int], rows: int, dt
     assert list(check.overflows().values()) == ([excess] if excess else [])
 
 
+def test_replay_that_the_host_has_not_waited_for_tells_nothing_twice() -> None:
+    """It was queued before the host looked, and copies to it what the one before had noted."""
+    check = RowCheck(CPU)
+    for asked, told in ((9, [3]), (6, []), (7, [3]), (10, [4])):
+        with check.watching():
+            row_check.note(OP, sizes(asked, 0), 6)
+        assert list(check.overflows().values()) == told
+
+
 def test_the_most_of_all_replays_is_told_once() -> None:
     check = RowCheck(CPU)
     for asked in (5, 9, 7):
@@ -91,4 +100,4 @@ def test_more_calls_than_places_are_an_error() -> None:
 def test_error_names_the_place_and_the_rows() -> None:
     error = row_check.error({"layer0, 1: GroupedLinear(8 experts, 2 to 3) on 64 rows": 7})
     assert isinstance(error, RowOverflowError)
-    assert "GroupedLinear(8 experts, 2 to 3) on 64 rows: 7 more" in str(error) and "router" in str(error)
+    assert "GroupedLinear(8 experts, 2 to 3) on 64 rows: at the most 7 more" in str(error) and "router" in str(error)

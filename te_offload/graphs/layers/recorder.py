@@ -48,7 +48,7 @@ class Recorder(SlotObserver):
 
     def __init__(self, border: Callable[[], Callable[[], Mark]]) -> None:
         self._border = border
-        self.slots: list[tuple[SlotOwner, SavedSlot, Callable[[], Mark], list[int]]] = []
+        self.slots: list[tuple[SlotOwner, SavedSlot, Callable[[], Mark] | None, list[int]]] = []
         self.others: list[torch.Tensor] = []
         self._packed: list[torch.Tensor] = []
         self._exempt: list[torch.Tensor] = []
@@ -92,7 +92,8 @@ class Recorder(SlotObserver):
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> SlotHandle | None:
         """See `SlotObserver.slot_saved`."""
         assert isinstance(op, SlotOwner)
-        self.slots.append((op, saved, self._border(), [buffer._version for buffer in saved.buffers]))
+        ready = self._border() if saved.buffers else None
+        self.slots.append((op, saved, ready, [buffer._version for buffer in saved.buffers]))
         self._exempt.extend(saved.exempt)
         if not take or not saved.buffers:
             return None
