@@ -114,6 +114,7 @@ class CudaBackend:
         for generator in generators:
             graph.register_generator_state(generator)
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # a capture cannot give back what warm-up runs left in torch's cache
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         began = False
         try:

@@ -230,6 +230,13 @@ class Capture:
             RowOverflowError: split sizes in an earlier replay asked for more rows than there are.
             StateError: closed.
         """
+        return self._call_with(args, kwargs)
+
+    def call_boxed(self, inputs: list[Any]) -> Any:
+        """A call whose inputs are let go of early, if ``boxed``: the list may be emptied. Raises as a call does."""
+        return self._call_with(inputs, {})
+
+    def _call_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._state is CaptureState.CLOSED:
             raise StateError("This capture is closed. Make another one.")
         if self._backend.in_capture():
@@ -248,6 +255,9 @@ class Capture:
             self._start_over(difference, args, kwargs)
             leaves = pytree.tree_leaves((args, kwargs))
         self._take(leaves)
+        if self._state is CaptureState.WARMING_UP and not self.is_warm and isinstance(args, list):
+            leaves.clear()
+            args.clear()
         try:
             return self._run_or_replay(args, kwargs)
         finally:
@@ -362,11 +372,22 @@ class Capture:
             return self._boxed.run(owned or list(self._inputs))
 
     def _run(self) -> Any:
-        result = self._backend.warm_up(self._call)
+        call: Callable[[], Any] = self._call
+        if self._boxed is not None:
+            given = list(self._inputs)
+            for number in self._borrowed:
+                self._inputs[number] = None
+            call = functools.partial(self._boxed.run, given)
+            del given
+        result = self._backend.warm_up(call)
         self._runs += 1
         return result
 
     def _run_eagerly(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._boxed is not None:
+            return self._backend.warm_up(
+                functools.partial(self._boxed.run, args if isinstance(args, list) else list(args))
+            )
         return self._backend.warm_up(functools.partial(self._function, *args, **kwargs))
 
     def _record(self) -> None:
@@ -445,6 +466,10 @@ class Capture:
     def input_addresses(self) -> set[int]:
         """Where storages of a captured graph's inputs begin."""
         return {one.untyped_storage().data_ptr() for one in self._inputs if type(one) is torch.Tensor}
+
+    def input_at(self, number: int) -> Any:
+        """An input as a captured graph reads it."""
+        return self._inputs[number]
 
     def replace_outputs(self, change: Callable[[list[Any]], list[Any]]) -> None:
         """Have a captured graph's outputs be other tensors over the same memory. ``change``: makes them from its own."""

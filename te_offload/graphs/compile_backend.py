@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
 from te_offload.graphs.backend import Backend
@@ -26,6 +27,8 @@ class CudagraphBackend:
 
     Args:
         min_ops, warmup: as in `cudagraph_pass`. make_backend: who captures.
+        partition_fn: cuts forward and backward apart, and so decides what is saved and what is computed twice; by default
+            that of the backend "aot_eager". ``functorch.compile.default_partition`` saves all.
 
     Attributes:
         forwards, backwards: the graphs so far; ``None`` in place of a backward that is still to be traced.
@@ -36,8 +39,10 @@ class CudagraphBackend:
         *,
         min_ops: int = 2,
         warmup: int = 3,
+        partition_fn: Callable[..., Any] = min_cut_rematerialization_partition,
         make_backend: Callable[[torch.device], Backend] | None = None,
     ) -> None:
+        self._partition = partition_fn
         self.forwards: list[GraphedModule] = []
         self.backwards: list[GraphedModule | None] = []
         self._options: dict[str, Any] = {"min_ops": min_ops, "warmup": warmup, "make_backend": make_backend}
@@ -83,9 +88,9 @@ class CudagraphBackend:
             self.backwards[self.forwards.index(forward[0])] = graphed
             return _boxed(graphed)
 
-        compiled: Callable[..., Any] = aot_autograd(fw_compiler=compile_forward, bw_compiler=compile_backward)(
-            module, list(example_inputs)
-        )
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=self._partition
+        )(module, list(example_inputs))
         return compiled
 
     def report(self) -> str:
@@ -108,9 +113,7 @@ def _boxed(graphed: GraphedModule) -> Callable[..., Any]:
     """Called with one list, which it empties: so AOTAutograd lets go of what is in it."""
 
     def call(inputs: list[Any]) -> Any:
-        taken = list(inputs)
-        inputs.clear()
-        return graphed(*taken)
+        return graphed.call_boxed(inputs)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -7,9 +7,9 @@ captured runs as before, and the report says why. Does not: differentiate; give 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,24 +23,10 @@ from te_offload.graphs.capture import Capture
 from te_offload.graphs.collectives import check_collectives, is_collective
 from te_offload.graphs.handover import Handover
 from te_offload.graphs.holding import Holding
+from te_offload.graphs.parts import Part, Replayed, Route, run_boxed
 from te_offload.graphs.predicate import reasons, runs
 from te_offload.graphs.states import CaptureState
 from te_offload.graphs.weak import Lease, WeakOutput
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some nodes that run one behind the other.
-
-    Attributes:
-        name: of the submodule. captured: whether it becomes a CUDA graph. ops: how many calls it has.
-        reasons: why not: one for each node that cannot be captured, or that it has too few calls.
-    """
-
-    name: str
-    captured: bool
-    ops: int
-    reasons: tuple[str, ...] = ()
 
 
 def cudagraph_pass(
@@ -110,7 +96,9 @@ def cudagraph_pass(
     graphed = GraphedModule(split, parts, set(names), make, warmup, clones=clone_outputs)
     graphed._output_names = tuple(returned)
     if saved_outputs is not None:
-        graphed.holding = Holding(module, [node in static for node in placeholders], saved_outputs)
+        graphed.holding = Holding(
+            functools.partial(run_boxed, module), [node in static for node in placeholders], saved_outputs
+        )
     graphed.hand_over(lends, takes)
     return graphed
 
@@ -167,7 +155,8 @@ class GraphedModule:
         self._split = split
         self._lease = Lease()
         self._clones = clones
-        self._replayed: list[_Replayed] = []
+        self._replayed: list[Replayed] = []
+        self._route: Route | None = None
         in_place = set(static)  # names of nodes of the split graph whose tensors stay
         captured = {part.name for part in parts if part.captured}
         for node in split.graph.nodes:
@@ -177,12 +166,15 @@ class GraphedModule:
                 stay = [
                     number for number, one in enumerate(node.args) if isinstance(one, Node) and one.name in in_place
                 ]
-                replayed = _Replayed(getattr(split, node.target), make_backend, stay, warmup)
+                replayed = Replayed(getattr(split, node.target), make_backend, stay, warmup)
                 self._replayed.append(replayed)
                 setattr(split, node.target, replayed)
                 in_place.add(node.name)
         output = next(node for node in split.graph.nodes if node.op == "output")
         self._static_names = frozenset(static)
+        names = [node.name for node in split.graph.nodes if node.op == "placeholder"]
+        self._static = frozenset(number for number, name in enumerate(names) if name in static)
+        self._buffered: dict[int, int] = {}  # outputs that are inputs, saved: where the graph has its own copy
         self._output_names: tuple[str, ...] = ()
         self.holding: Holding | None = None
         self._lends: Handover | None = None
@@ -220,6 +212,11 @@ class GraphedModule:
     def hand_over(self, lends: Handover | None, takes: Handover | None) -> None:
         """Lend what is saved to the backward's graph; or take it from the forward's."""
         self._lends, self._takes = lends, takes
+        if lends is not None:
+            assert self.holding is not None
+            self._buffered = Route.through(self._split).saved_inputs(self.holding.saved, self._static)
+            for number in self._buffered:
+                self._leased[number] = True
         if takes is not None:
             assert self.holding is not None
             holding = self.holding
@@ -227,6 +224,7 @@ class GraphedModule:
             takes.restart_backward = self._start_over
             for replayed in self._replayed:
                 replayed.take_from(takes)
+            self._route = Route.through(self._split)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run all parts.
@@ -234,6 +232,10 @@ class GraphedModule:
         Raises:
             BackwardTwiceError: of this forward a backward was replayed before.
         """
+        return self.call_boxed(list(inputs))
+
+    def call_boxed(self, inputs: list[Any]) -> Any:
+        """A call whose inputs are let go of as soon as possible: the list is emptied. Raises as a call does."""
         holding = self.holding
         if holding is not None:
             if self._takes is not None:
@@ -250,13 +252,17 @@ class GraphedModule:
                 return holding.run_eagerly(why, inputs)
         self._lease.ended = "a later replay"
         self._lease = lease = Lease()
-        leaves, structure = pytree.tree_flatten(self._split(*inputs))
+        places = holding.places_of(inputs) if holding is not None else []
+        if self._route is not None:
+            leaves, structure = self._route.run(self._replayed[0], inputs)
+        else:
+            leaves, structure = pytree.tree_flatten(self._split(*inputs))
         if holding is not None:
             captured = [one is not None and one.state is CaptureState.CAPTURED for one in self.captures]
             if all(captured):
                 leaves = self._handed_over(leaves, inputs)
             if any(captured):
-                leaves = holding.hand_out(leaves, self._leased, inputs, copies=not all(captured))
+                leaves = holding.hand_out(leaves, self._leased, places, copies=not all(captured))
             return pytree.tree_unflatten(leaves, structure)
         found = []
         for leased, one in zip(self._leased, leaves, strict=True):
@@ -290,6 +296,8 @@ class GraphedModule:
             return leaves
         (capture,) = self.captures
         assert capture is not None
+        for number, place in self._buffered.items():
+            leaves[number] = capture.input_at(place)
         if capture.captures != self._lent:
             if self._lent:
                 self._lends.restart_backward()
@@ -350,62 +358,3 @@ class GraphedModule:
         self._lease.ended = "the graphs were closed"
         for replayed in self._replayed:
             replayed.close()
-
-
-class _Boxed:
-    """A part over what its forward lent; see `capture.Boxed`."""
-
-    def __init__(self, part: GraphModule, takes: Handover) -> None:
-        self._part = part
-        self._takes = takes
-
-    def owned(self, inputs: list[Any]) -> list[Any]:
-        return self._takes.owned(inputs)
-
-    def run(self, inputs: list[Any]) -> Any:
-        return torch.fx.Interpreter(self._part).boxed_run(inputs)
-
-
-class _Replayed(torch.nn.Module):
-    """A part that is captured."""
-
-    def __init__(
-        self, part: GraphModule, make_backend: Callable[[], Backend], stay: Sequence[int], warmup: int
-    ) -> None:
-        super().__init__()
-        self.capture: Capture | None = None
-        self._part = part
-        self._make_backend = make_backend
-        self._boxed: _Boxed | None = None
-        self._stay = stay
-        self._warmup = warmup
-
-    def take_from(self, takes: Handover) -> None:
-        """Capture over inputs that own their memory, letting go of each after its last use."""
-        self._boxed = _Boxed(self._part, takes)
-
-    def forward(self, *inputs: Any) -> Any:
-        """Run it."""
-        if self.capture is None:
-            self.capture = Capture(
-                self._part,
-                self._make_backend(),
-                (inputs, {}),
-                modules=[self._part],
-                stay=[inputs[number] for number in self._stay if not isinstance(inputs[number], torch.nn.Parameter)],
-                warmup=self._warmup,
-                on_mismatch="recapture",
-                raw_outputs=True,
-                boxed=self._boxed,
-            )
-        return self.capture(*inputs)
-
-    def start_over(self) -> None:
-        """Warm up and capture anew."""
-        self.close()
-        self.capture = None
-
-    def close(self) -> None:
-        """Give up its graph."""
-        if self.capture is not None:
-            self.capture.close()

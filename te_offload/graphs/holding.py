@@ -19,13 +19,14 @@ class Holding:
     """Follows the outputs of one graphed module.
 
     Args:
-        eager: runs a call without graphs. static: which inputs stay in place. saved: which outputs another graph reads.
+        eager: runs a call without graphs, given the list of its inputs, which it may empty.
+        static: which inputs stay in place. saved: which outputs another graph reads.
 
     Attributes:
         eager: calls that ran without graphs, by reason. copied: outputs of which copies are returned.
     """
 
-    def __init__(self, eager: Callable[..., Any], static: Sequence[bool], saved: Sequence[int]) -> None:
+    def __init__(self, eager: Callable[[list[Any]], Any], static: Sequence[bool], saved: Sequence[int]) -> None:
         self.eager: collections.Counter[str] = collections.Counter()
         self.copied: set[int] = set()
         self._run = eager
@@ -44,7 +45,7 @@ class Holding:
             waits = self._saved.intersection(held)
             return "a backward is still to come" if waits else "an output of an earlier call is held"
         if self._places is not None:
-            places = [inputs[number].data_ptr() for number in self._static]
+            places = self.places_of(inputs)
             if places != self._places:
                 before, times = self._moved
                 self._moved = places, times + 1 if places == before else 1
@@ -73,21 +74,23 @@ class Holding:
         """The graphs are gone; what is held is its holder's alone."""
         self._held, self._storages, self._places = 0, {}, None
 
-    def run_eagerly(self, why: str, inputs: Sequence[Any]) -> Any:
+    def places_of(self, inputs: Sequence[Any]) -> list[int]:
+        """Where the static inputs of a call lie."""
+        return [inputs[number].data_ptr() for number in self._static]
+
+    def run_eagerly(self, why: str, inputs: list[Any]) -> Any:
         """Run a call without graphs."""
         self.eager[why] += 1
-        return self._run(*inputs)
+        return self._run(inputs)
 
-    def hand_out(
-        self, outputs: Sequence[Any], leased: Sequence[bool], inputs: Sequence[Any], *, copies: bool
-    ) -> list[Any]:
+    def hand_out(self, outputs: Sequence[Any], leased: Sequence[bool], places: list[int], *, copies: bool) -> list[Any]:
         """What a replayed call returns.
 
         Args:
-            outputs: the graphs' own. leased: which lie in the graphs' memory. inputs: of the call.
+            outputs: the graphs' own. leased: which lie in the graphs' memory. places: of the static inputs.
             copies: return copies of all, since not every part is a graph yet.
         """
-        self._places = None if copies else [inputs[number].data_ptr() for number in self._static]
+        self._places = None if copies else places
         found = list(outputs)
         self._storages = {}
         for number, (lies, one) in enumerate(zip(leased, outputs, strict=True)):

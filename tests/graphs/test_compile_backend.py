@@ -14,6 +14,7 @@ from te_offload.errors import BackwardTwiceError, CaptureError
 from te_offload.graphs import CudagraphBackend
 from te_offload.graphs.collectives import conflict
 from te_offload.graphs.handover import Handover
+from te_offload.graphs.holding import users_of
 from te_offload.graphs.layers.space import storage_over, tensor_of
 from tests.support.fake_graphs import FakeBackend
 
@@ -197,15 +198,49 @@ def test_collectives_are_not_captured_with_settings_with_which_they_hang(monkeyp
 def test_static_inputs_that_moved_run_eagerly_until_they_stay() -> None:
     from te_offload.graphs.holding import Holding
 
-    def run(*inputs: Any) -> Any:
+    def run(inputs: list[Any]) -> Any:
         return inputs
 
     holding = Holding(run, [True], ())
     first, second = torch.ones(3), torch.ones(3)
     assert holding.why_eagerly([first]) is None
-    holding.hand_out([], [], [first], copies=False)
+    holding.hand_out([], [], holding.places_of([first]), copies=False)
     assert holding.why_eagerly([first]) is None
     assert [holding.why_eagerly([second]) for _ in range(3)] == ["a static input is somewhere else"] * 2 + [None]
+
+
+def test_calls_that_are_no_replay_let_go_of_what_is_saved_after_its_last_use(
+    backend: CudagraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[tuple[int, int]] = []
+
+    def run_boxed(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        storages = {
+            one.data_ptr(): one.untyped_storage()
+            for name, one in zip(names, inputs, strict=True)
+            if not name.startswith("tangents")  # the graph has its own copy
+        }
+        for known in (x, *net.parameters()):
+            storages.pop(known.data_ptr(), None)
+
+        class Counting(torch.fx.Interpreter):
+            def run_node(self, n: torch.fx.Node) -> Any:
+                if n.op == "output":
+                    held.append((len(storages), sum(users_of(one) > 1 for one in storages.values())))
+                return super().run_node(n)
+
+        return Counting(module).boxed_run(inputs)  # type: ignore[no-untyped-call]
+
+    net, x = Net(), torch.randn(4, 8)
+    compiled: Any = torch.compile(net, backend=backend)
+    monkeypatch.setattr("te_offload.graphs.parts.run_boxed", run_boxed)
+    for _ in range(3):
+        loss = compiled(x).sum()
+        loss.backward()
+        del loss
+    assert len(held) == 3 and min(many for many, _ in held) > 2
+    assert not any(one for _, one in held)
 
 
 @pytest.fixture
