@@ -7,8 +7,10 @@ stream and Python's garbage collector are what they were, and nothing is being c
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -53,7 +55,8 @@ class Backend(Protocol):
 class Pool:
     """Memory that several captures share, which must then be replayed in the order in which they were captured.
 
-    They are captured on one stream, since torch's allocator gives memory out again only on the stream it was made for.
+    They are captured on the thread's capture stream: torch's allocator gives memory out again only on the stream it was
+    made for, and cuBLAS keeps a workspace (64 MiB on an H200) for each stream that it has seen.
 
     Args:
         handle: of a pool of torch's; ``None``: a new one. keeper: keeps its memory as long as this object lives.
@@ -67,7 +70,8 @@ class Pool:
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The one on which its captures are made."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            self._stream = _capture_stream(index, threading.get_ident())
         return self._stream
 
     @classmethod
@@ -77,6 +81,12 @@ class Pool:
             return cls()
         keeper = torch.cuda.MemPool()
         return cls(keeper.id, keeper)
+
+
+@functools.cache
+def _capture_stream(index: int, thread: int) -> torch.cuda.Stream:
+    """Of a GPU and a thread: another thread's warm-up must not run into a capture."""
+    return torch.cuda.Stream(index)
 
 
 class CudaBackend:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from te_offload.graphs.backend import Backend
 from te_offload.graphs.fx_pass import GraphedModule, cudagraph_pass
@@ -50,11 +50,13 @@ class CudagraphBackend:
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one graph of Dynamo's."""
         forward: list[GraphedModule] = []
+        primals: list[Any] = []
         handovers: list[Handover] = []
 
         def compile_forward(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             metadata = torch._guards.TracingContext.get().fw_metadata
             assert metadata is not None
+            primals[:] = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
             static = [number for number in metadata.static_input_indices if number < len(inputs)]
             returned = metadata.num_forward
             outputs = len(_outputs(graph))
@@ -77,6 +79,7 @@ class CudagraphBackend:
             names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
             saved = [number for number, name in enumerate(names) if not name.startswith("tangents")]
             in_place = _in_place(forward[0], names)
+            lay_out_gradients(graph, primals)
             graphed = cudagraph_pass(
                 graph,
                 inputs,
@@ -107,6 +110,31 @@ class CudagraphBackend:
         for graphed in (*self.backwards, *self.forwards):
             if graphed is not None:
                 graphed.close()
+
+
+def lay_out_gradients(backward: GraphModule, primals: Sequence[Any]) -> None:
+    """Have the graph return gradients as contiguous as their parameters are.
+
+    Autograd would copy the others for ``param.grad``, outside the graph, whose own memory for them then is of no use.
+
+    Args:
+        backward: its first outputs are the gradients of ``primals``, or ``None``. primals: example values.
+    """
+    output = next(node for node in backward.graph.nodes if node.op == "output")
+    gradients = list(output.args[0])
+    for number, (node, primal) in enumerate(zip(gradients, primals, strict=False)):
+        found = node.meta.get("val") if isinstance(node, Node) else None
+        if not isinstance(found, torch.Tensor) or not isinstance(primal, torch.Tensor) or found.shape != primal.shape:
+            continue
+        if primal.is_contiguous() and not found.is_contiguous():
+            with backward.graph.inserting_before(output):
+                copy = backward.graph.call_function(
+                    torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                )
+            copy.meta = {"val": torch.empty_like(found, memory_format=torch.contiguous_format)}
+            gradients[number] = copy
+    output.args = (tuple(gradients),)
+    backward.recompile()
 
 
 def _boxed(graphed: GraphedModule) -> Callable[..., Any]:

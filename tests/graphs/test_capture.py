@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -414,9 +415,19 @@ def test_inputs_of_a_warm_up_that_are_another_graphs_are_not_kept() -> None:
     assert found.state is CaptureState.CAPTURED
 
 
-def test_captures_that_share_a_pool_share_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another one torch's allocator would not give them what the others have done with."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
-    device, pool = torch.device("cuda", 0), Pool()
+def test_captures_of_a_thread_share_a_stream_and_other_threads_have_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another one torch's allocator would not give them what the others have done with, and cuBLAS takes a workspace."""
+    made: list[int] = []
+
+    def make(index: int) -> SimpleNamespace:
+        made.append(index)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    index = 97  # of a GPU that no other test has
+    device, pool = torch.device("cuda", index), Pool()
     one, other, alone = CudaBackend(device, pool), CudaBackend(device, pool), CudaBackend(device, None)
-    assert one._stream is other._stream is not alone._stream
+    with ThreadPoolExecutor(1) as threads:
+        elsewhere = threads.submit(CudaBackend, device, None).result()
+    assert one._stream is other._stream is alone._stream is not elsewhere._stream
+    assert made == [index, index]

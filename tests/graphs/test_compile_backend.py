@@ -209,6 +209,29 @@ def test_static_inputs_that_moved_run_eagerly_until_they_stay() -> None:
     assert [holding.why_eagerly([second]) for _ in range(3)] == ["a static input is somewhere else"] * 2 + [None]
 
 
+def test_gradients_are_the_graphs_own_memory_though_their_op_makes_them_in_another_order(
+    backend: CudagraphBackend,
+) -> None:
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3, 8, 16))  # folded into one matrix, and its gradient unfolded
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(x, self.weight).relu().sum(0)
+
+    experts = Experts()
+    compiled: Any = torch.compile(experts, backend=backend)
+    for x in data(6):
+        experts.zero_grad()
+        compiled(x.requires_grad_()).sum().backward()
+    backward = backend.backwards[0]
+    assert backward is not None and backward.captures[0] is not None
+    gradient = experts.weight.grad
+    assert gradient is not None and gradient.is_contiguous()
+    assert gradient.data_ptr() in {one.data_ptr() for one in backward.captures[0]._graph._outputs if one is not None}
+
+
 def test_calls_that_are_no_replay_let_go_of_what_is_saved_after_its_last_use(
     backend: CudagraphBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

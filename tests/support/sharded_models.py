@@ -10,6 +10,7 @@ rows. On the CPU the backend of captures runs functions again, and collectives a
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -182,6 +183,7 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
     steps: dict[str, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
     for name, compiler in (("without", "aot_eager"), ("with", backend)):
         torch._dynamo.reset()
+        gc.collect()  # models of before
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
