@@ -23,6 +23,7 @@ from te_offload.graphs.capture import Capture
 from te_offload.graphs.collectives import check_collectives, is_collective
 from te_offload.graphs.handover import Handover
 from te_offload.graphs.holding import Holding
+from te_offload.graphs.masked_writes import fold_masked_writes
 from te_offload.graphs.parts import Part, Replayed, Route, run_boxed
 from te_offload.graphs.predicate import reasons, runs
 from te_offload.graphs.states import CaptureState
@@ -71,6 +72,7 @@ def cudagraph_pass(
     wrong = [number for number in static_inputs if not 0 <= number < len(example_inputs)]
     if wrong:
         raise ArgumentError(f"static_inputs names {wrong}, but there are {len(example_inputs)} inputs, from 0.")
+    module = fold_masked_writes(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     static = {placeholders[number] for number in static_inputs}
     static |= {

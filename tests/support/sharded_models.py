@@ -14,6 +14,7 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -172,8 +173,7 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
     """With graphs, and without: the memory of each, on a GPU."""
     on_gpu = device == "cuda"
     hidden = HIDDEN_ON_GPU if on_gpu else HIDDEN
-    backend = CudagraphBackend(make_backend=None if on_gpu else lambda _: FakeBackend())
-    ways: dict[str, tuple[torch.nn.Module, Any]] = {}
+    make_backend = None if on_gpu else lambda _: FakeBackend()
     memory: dict[str, int] = {}
     random = torch.Generator().manual_seed(rank if sharding == "fsdp" else 0)
     length = LENGTH_ON_GPU if on_gpu else 8
@@ -181,7 +181,8 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
     if kind == "titan":
         batches = [torch.randint(TITAN_WORDS, (2, x.shape[1]), generator=random).to(device) for x in batches]
     steps: dict[str, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
-    for name, compiler in (("without", "aot_eager"), ("with", backend)):
+    for name in ("without", "with"):
+        backend = CudagraphBackend(make_backend=make_backend)
         torch._dynamo.reset()
         gc.collect()  # models of before
         if on_gpu:
@@ -189,8 +190,7 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
         model = make(sharding, kind, device, mesh, hidden)
-        compiled: Any = torch.compile(model, backend=compiler)
-        ways[name] = model, compiled
+        compiled: Any = torch.compile(model, backend=backend if name == "with" else "aot_eager")
         steps[name] = []
         for number, x in enumerate(batches):
             if on_gpu and number == STEPS // 2:  # warmed up, and captured
@@ -206,6 +206,7 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
         if on_gpu:
             torch.cuda.synchronize()
             memory[name] = torch.cuda.max_memory_reserved() - before
+        del model, compiled
     for number, (one, other) in enumerate(zip(steps["without"], steps["with"], strict=True)):
         assert torch.equal(one[0], other[0]), f"loss of step {number}"
         assert len(one[1]) == len(other[1]) > 10
@@ -220,34 +221,45 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
     ]
     assert replays and min(replays) >= STEPS - 4, replays
     moving = _moving(backend)
-    if on_gpu:
-        times = {name: _milliseconds(*way, batches) for name, way in ways.items()}
     if rank == 0:
         print(backend.report())
         collectives = sum("c10d_functional" in str(node.target) for node in _captured_nodes(backend))
         print(f"{collectives} collectives and waits in graphs; replays {min(replays)} or more")
         print(f"{sharding} {kind}: inputs of forward and backward that are copied: {moving}")
         assert collectives > 0
-        if kind != "titan":
-            assert moving == [1, 1], "parameters, or what the forward saved, are copied"
-        if on_gpu:
+        assert moving == [1, 1], "parameters, or what the forward saved, are copied"
+    backend.close()
+    if on_gpu:
+        backend = CudagraphBackend()
+        times = _milliseconds(lambda: make(sharding, kind, device, mesh, hidden), backend, batches)
+        if rank == 0:
             print(f"{sharding} {kind}: {times['without']:.3f} ms without, {times['with']:.3f} ms with graphs;", end=" ")
             print(f"memory {memory['without'] >> 20} MiB without, {memory['with'] >> 20} MiB with graphs, of rank 0")
-    backend.close()
+        backend.close()
     return memory
 
 
-def _milliseconds(model: torch.nn.Module, compiled: Any, batches: list[torch.Tensor]) -> float:
-    found = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for x in batches:
-            model.zero_grad()
-            compiled(x).square().mean().backward()
-        torch.cuda.synchronize()
-        found.append(1e3 * (time.perf_counter() - began) / len(batches))
-    return statistics.median(found)
+def _milliseconds(
+    make_model: Callable[[], torch.nn.Module], backend: CudagraphBackend, batches: list[torch.Tensor]
+) -> dict[str, float]:
+    """A step of each way: medians, interleaved, in both orders."""
+    torch._dynamo.reset()
+    ways: dict[str, tuple[torch.nn.Module, Any]] = {}
+    for name, compiler in (("without", "aot_eager"), ("with", backend)):
+        model = make_model()
+        ways[name] = model, torch.compile(model, backend=compiler)
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(7):
+        for name in list(ways) if turn % 2 == 0 else reversed(ways):
+            model, compiled = ways[name]
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for x in batches:
+                model.zero_grad()
+                compiled(x).square().mean().backward()
+            torch.cuda.synchronize()
+            found[name].append(1e3 * (time.perf_counter() - began) / len(batches))
+    return {name: statistics.median(all_of[2:]) for name, all_of in found.items()}  # two to warm up and capture
 
 
 def _moving(backend: CudagraphBackend) -> list[int]:
