@@ -1,12 +1,14 @@
 """A training step of grouped MLPs as a CUDA graph, with offloading inside and without, beside the same step run eagerly.
 
     ./run benchmarks.graphs [--layers 8 --experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--unfused] [--rounds 20]
-                            [--fraction 0.3] [--max-in-flight 256MiB] [--json FILE]
+                            [--gradients stay|new] [--fraction 0.3] [--max-in-flight 256MiB] [--json FILE]
 
 All ways have the same weights, and gradients of their own; each call brings another input, whose copy into the graph's
-buffer is part of its time. Ways are interleaved and in both orders; medians over the rounds, by events of the GPU, of two
-calls in a row. `pool` is what the allocator reserves for the graph while it is captured, `out` the bytes that leave the
-device in a step. With few tokens (`--tokens 1024`) the step is bound by launches, which is what a graph saves.
+buffer is part of its time. Gradients stay from step to step and are zeroed, as under a distributed optimizer; `new` ones
+are made in each step, in the graph's memory, where they take the place of what the backward has done with. Ways are
+interleaved and in both orders; medians over the rounds, by events of the GPU, of two calls in a row. `pool` is what the
+allocator reserves for the graph while it is captured, `out` the bytes that leave the device in a step. With few tokens
+(`--tokens 1024`) the step is bound by launches, which is what a graph saves.
 """
 
 from __future__ import annotations
@@ -59,13 +61,19 @@ class Stack(torch.nn.Module):
         return x
 
 
-def step_of(model: Stack) -> Step:
-    """Forward and backward, with new gradients."""
+def step_of(model: Stack, *, stay: bool) -> Step:
+    """Forward and backward, into gradients that stay or with new ones."""
     parameters = list(model.parameters())
+    gradients = [torch.zeros_like(parameter) for parameter in parameters] if stay else []
+    for parameter, gradient in zip(parameters, gradients, strict=stay):
+        parameter.grad = gradient
 
     def step(x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        for parameter in parameters:
-            parameter.grad = None
+        if stay:
+            torch._foreach_zero_(gradients)
+        else:
+            for parameter in parameters:
+                parameter.grad = None
         loss: torch.Tensor = model(x, sizes, scales).float().square().mean()
         loss.backward()
         return loss.detach()
@@ -102,6 +110,7 @@ def main() -> None:
     for name, value in numbers:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--unfused", action="store_true", help="Transformer Engine's grouped path")
+    parser.add_argument("--gradients", choices=("stay", "new"), default="stay", help="where gradients are")
     parser.add_argument("--fraction", type=float, help="of the bytes that may go, chosen by a plan; default: all go")
     parser.add_argument("--max-in-flight", default="256MiB", help="of the sessions")
     parser.add_argument("--json", type=Path, help="write the results here too")
@@ -126,7 +135,7 @@ def main() -> None:
             session = OffloadSession(
                 model.layers, min_bytes="1MiB", max_in_flight=arguments.max_in_flight, fraction=arguments.fraction
             )
-        step = step_of(model)
+        step = step_of(model, stay=arguments.gradients == "stay")
         if "graph" in name:
             replay = capture(step, inputs[0], session=session, modules=[model], warmup=WARM_UP)
             for _ in range(WARM_UP):
@@ -160,7 +169,8 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}; "
         f"L{size[0]} E{size[1]} H{size[2]} F{size[3]} T{arguments.tokens} bf16, "
-        f"{'unfused' if arguments.unfused else 'fused'}, fraction {arguments.fraction}; {arguments.rounds} rounds\n"
+        f"{'unfused' if arguments.unfused else 'fused'}, fraction {arguments.fraction}, gradients {arguments.gradients}; "
+        f"{arguments.rounds} rounds\n"
     )
     print("| way | ms | pool | out |\n|---|---|---|---|")
     for name, row in rows.items():
@@ -172,12 +182,12 @@ def main() -> None:
     )
     smaller = rows["graph"]["pool"] - rows["graph, offload"]["pool"]
     offloads = rows["graph, offload"]
-    planned = offloads["saved"] - offloads["resident"]
+    asked = offloads["out"] - offloads["in flight"]
+    share = f" ({smaller / asked:.2f} times as much)" if asked > 0 else ""
     print(
-        f"The pool is smaller by {format_bytes(smaller)}. Of {format_bytes(offloads['saved'])} saved, "
-        f"{format_bytes(offloads['resident'])} are on the GPU at the most: {format_bytes(planned)} less, what goes less "
-        f"what is in flight then ({format_bytes(offloads['out'] - planned)}; over the step at the most "
-        f"{format_bytes(offloads['in flight'])})."
+        f"The pool is smaller by {format_bytes(smaller)}. What goes less what is in flight at the most: "
+        f"{format_bytes(asked)}{share}. Of {format_bytes(offloads['saved'])} saved, "
+        f"{format_bytes(offloads['resident'])} are on the GPU at the most."
     )
     if arguments.json:
         result = {
@@ -186,6 +196,7 @@ def main() -> None:
             "tokens": arguments.tokens,
             "fused": not arguments.unfused,
             "fraction": arguments.fraction,
+            "gradients": arguments.gradients,
             "rows": rows,
         }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

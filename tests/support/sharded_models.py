@@ -174,6 +174,7 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
     on_gpu = device == "cuda"
     hidden = HIDDEN_ON_GPU if on_gpu else HIDDEN
     make_backend = None if on_gpu else lambda _: FakeBackend()
+    _clean(on_gpu)  # so that nothing small comes to lie in what is cached
     memory: dict[str, int] = {}
     random = torch.Generator().manual_seed(rank if sharding == "fsdp" else 0)
     length = LENGTH_ON_GPU if on_gpu else 8
@@ -183,12 +184,8 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
     steps: dict[str, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
     for name in ("without", "with"):
         backend = CudagraphBackend(make_backend=make_backend)
-        torch._dynamo.reset()
-        gc.collect()  # models of before
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_reserved()
+        _clean(on_gpu)
+        before = torch.cuda.memory_reserved() if on_gpu else 0
         model = make(sharding, kind, device, mesh, hidden)
         compiled: Any = torch.compile(model, backend=backend if name == "with" else "aot_eager")
         steps[name] = []
@@ -237,6 +234,15 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
             print(f"memory {memory['without'] >> 20} MiB without, {memory['with'] >> 20} MiB with graphs, of rank 0")
         backend.close()
     return memory
+
+
+def _clean(on_gpu: bool) -> None:
+    """Give up what models before have compiled, and their memory."""
+    torch._dynamo.reset()
+    gc.collect()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def _milliseconds(
