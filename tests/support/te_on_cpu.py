@@ -19,8 +19,10 @@ import transformer_engine.pytorch.ops.basic.grouped_linear as te_grouped_linear
 import transformer_engine.pytorch.ops.fused.grouped_mlp as te_grouped_mlp
 import transformer_engine.pytorch.quantization as te_quantization
 import transformer_engine.pytorch.tensor.float8_tensor as te_float8
+import transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage as te_blockwise_storage
 import transformer_engine.pytorch.tensor.storage.float8_tensor_storage as te_float8_storage
 import transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage as te_mxfp8_storage
+import transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage as te_nvfp4_storage
 import transformer_engine.pytorch.utils as te_utils
 import transformer_engine_torch as tex
 from transformer_engine.pytorch.constants import DType
@@ -31,8 +33,8 @@ from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Floa
 from te_offload.fused.blackwell import BlackwellGLUGroupedMLP, BlackwellUnaryGroupedMLP
 from te_offload.ops import arithmetic
 from te_offload.ops.slot_owner import SlotOwner
-
-FP8 = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
+from tests.support import block_formats
+from tests.support.block_formats import FP8, Bulk
 
 
 class Tex:
@@ -67,14 +69,25 @@ def quantize(quantizer: Any, x: torch.Tensor) -> Float8TensorStorage:
     )
 
 
-def split_quantize(x: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any]) -> list[Any]:
-    return [quantizer(part) for part, quantizer in zip(x.split(list(splits)), quantizers, strict=True)]
+def split_quantize_into(bulk: Bulk) -> Callable[..., list[Any]]:
+    """``bulk``: what the block formats allocate for all experts."""
+
+    def split_quantize(
+        x: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any], disable_bulk_allocation: bool = False
+    ) -> list[Any]:
+        if isinstance(quantizers[0], block_formats.QUANTIZERS):
+            return block_formats.split_quantize(x, splits, quantizers, bulk, separate=disable_bulk_allocation)
+        return [quantizer(part) for part, quantizer in zip(x.split(list(splits)), quantizers, strict=True)]
+
+    return split_quantize
 
 
 def group_quantize(
     x: torch.Tensor, quantizer: Any, num: int, first_dims: Any, tensor_offsets: Any = None
 ) -> GroupedTensorStorage:
     splits = [x.shape[0] // num] * num if first_dims is None else [int(size) for size in first_dims]
+    if isinstance(quantizer, block_formats.QUANTIZERS):
+        return block_formats.group_quantize(x, quantizer, splits, first_dims, tensor_offsets)
     parts = [_to_fp8(part, quantizer) for part in x.split(splits)]
     scales = torch.cat([scale for _, scale in parts])
     return GroupedTensorStorage(
@@ -95,6 +108,8 @@ def group_quantize(
 
 
 def _dense(operand: Any) -> torch.Tensor:
+    if isinstance(operand, block_formats.STORAGES):
+        return block_formats.dense(operand)
     if not isinstance(operand, Float8TensorStorage):
         return operand.detach().float()  # type: ignore[no-any-return]
     dtype = FP8[operand._fp8_dtype]
@@ -112,6 +127,8 @@ def _matrices(operand: Any) -> list[torch.Tensor]:
     sizes = [size * columns for size in splits]
     if operand.quantizer is None:
         return [part.view(-1, columns) for part in operand.rowwise_data.split(sizes)]
+    if isinstance(operand.quantizer, block_formats.QUANTIZERS):
+        return block_formats.dense_parts(operand, splits)
     dtype = FP8[DType.cast(operand.quantizer.dtype)]
     if operand.rowwise_data is not None:
         parts = [part.view(-1, columns) for part in operand.rowwise_data.split(sizes)]
@@ -168,15 +185,18 @@ def splits_to_offsets(
     return split_sizes, offsets
 
 
-def unfused(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
+def unfused(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> Bulk:
     """Replace the kernels of the unfused ops, and choose the path of GroupedLinear."""
+    bulk = Bulk()
     _autocast_anywhere(monkeypatch)
     monkeypatch.setattr(SlotOwner, "computes_on_cpu", staticmethod(lambda tensor: False))
     monkeypatch.setattr(te_grouped_linear, "is_op_fuser_grouped_tensor_path_supported", lambda recipe, dtype: grouped)
     monkeypatch.setattr(te_grouped_linear, "general_grouped_gemm", split_gemm)
     monkeypatch.setattr(te_grouped_linear, "general_grouped_gemm_for_grouped_tensor", grouped_gemm)
     kernels = Tex(
-        splits_to_offsets_multi=splits_to_offsets, split_quantize=split_quantize, group_quantize=group_quantize
+        splits_to_offsets_multi=splits_to_offsets,
+        split_quantize=split_quantize_into(bulk),
+        group_quantize=group_quantize,
     )
     monkeypatch.setattr(te_grouped_linear, "tex", kernels)
     srelu = Tex(
@@ -185,13 +205,17 @@ def unfused(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
     )
     monkeypatch.setattr(te_activation, "tex", srelu)
     monkeypatch.setattr(te_float8.Float8CurrentScalingQuantizer, "quantize_impl", quantize)
+    for kind in block_formats.QUANTIZERS:
+        monkeypatch.setattr(kind, "quantize_impl", block_formats.quantize)
+    return bulk
 
 
 def _autocast_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for support in ("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_NVFP4_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"):
         monkeypatch.setattr(te_quantization, support, (True, ""))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for module in (te_utils, te_float8_storage, te_mxfp8_storage):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # where NVFP4's quantizer makes a matrix
+    for module in (te_utils, te_float8_storage, te_mxfp8_storage, te_blockwise_storage, te_nvfp4_storage):
         monkeypatch.setattr(module, "_empty_tensor", lambda: torch.Tensor())
     for module in (te_float8_storage, te_float8):
         monkeypatch.setattr(module, "is_non_tn_fp8_gemm_supported", lambda: False)

@@ -15,6 +15,7 @@ import torch
 from transformer_engine.pytorch.ops.op import OperationContext
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_saved
 from transformer_engine.pytorch.tensor import GroupedTensorStorage
+from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
 from te_offload.errors import BackwardTwiceError, SavedTensorModifiedError
 from te_offload.slots import SavedSlot, SlotHandle
@@ -47,8 +48,12 @@ def parts_of_slot(entries: Sequence[Saved]) -> tuple[list[torch.Tensor], list[to
 
 
 def _tensors_in(storage: Any) -> int:
-    """How many tensors a quantized storage holds: one, or one an expert."""
-    return int(getattr(storage, "num_tensors", 1))
+    """How many tensors a quantized storage holds whose scales and amaxes have memory of their own: one, or one an expert.
+
+    None in NVFP4's storage of one tensor: `tex.split_quantize` lays numbers, scales and amaxes of all experts in one
+    allocation, which an amax that stayed would keep.
+    """
+    return 0 if isinstance(storage, NVFP4TensorStorage) else int(getattr(storage, "num_tensors", 1))
 
 
 def _stays(buffer: torch.Tensor, tensors: int) -> bool:

@@ -1,0 +1,142 @@
+"""Slots, bytes and bits of block-scaled recipes on Transformer Engine's own unfused code, with only kernels replaced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as te_recipe
+
+from te_offload import Fate, OffloadSession, SlotName
+from tests.support import te_on_cpu
+from tests.support.mlp import assert_same_bits, make_mlp, run
+
+EXPERTS, HIDDEN, FFN, SPLITS = 3, 128, 256, (128, 0, 384)
+TOKENS = sum(SPLITS)
+RECIPES: dict[str, Callable[[], Any]] = {
+    "fp8-block": te_recipe.Float8BlockScaling,
+    "mxfp8": te_recipe.MXFP8BlockScaling,
+    "nvfp4": te_recipe.NVFP4BlockScaling,
+}
+PATHS = pytest.mark.parametrize("grouped", [False, True], ids=["split", "grouped"])
+FORMATS = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def mlp(**arguments: Any) -> te.ops.Sequential:
+    torch.manual_seed(0)
+    return make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, dtype=torch.bfloat16, **arguments)
+
+
+def step(module: te.ops.Sequential, recipe: str) -> dict[str, torch.Tensor]:
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]()):
+        return run(module, SPLITS, hidden=HIDDEN)
+
+
+def bytes_by_column(recipe: str, columns: int) -> int:
+    """Of what a backward reads of one input: numbers and scales of each expert, for the wgrad alone."""
+    total = 0
+    for tokens in SPLITS:
+        if recipe == "fp8-block":
+            total += tokens * columns + -(-tokens // 128) * columns * 4  # a scale for 128 tokens
+        elif recipe == "mxfp8":
+            total += tokens * columns + rounded(-(-tokens // 32), 4) * rounded(columns, 128)
+        else:
+            total += tokens * columns // 2 + rounded(columns, 128) * rounded(-(-tokens // 16), 4)
+    return total
+
+
+def rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@PATHS
+@FORMATS
+def test_offloading_changes_no_bit_and_moves_every_slot(
+    monkeypatch: pytest.MonkeyPatch, grouped: bool, recipe: str
+) -> None:
+    te_on_cpu.unfused(monkeypatch, grouped=grouped)
+    expected = step(mlp(), recipe)
+    module = mlp()
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        found = step(module, recipe)
+    assert_same_bits(expected, found)
+    record = session.records[-1]
+    assert {row.slot: row.fate for row in record.slots} == dict.fromkeys(
+        (SlotName.FC1_INPUT, SlotName.ACT_INPUT, SlotName.FC2_INPUT), Fate.OFFLOADED
+    )
+    assert record.bytes_out == record.bytes_back > 0
+
+
+@PATHS
+@FORMATS
+def test_bytes_of_each_slot_are_those_that_the_backward_reads(
+    monkeypatch: pytest.MonkeyPatch, grouped: bool, recipe: str
+) -> None:
+    te_on_cpu.unfused(monkeypatch, grouped=grouped)
+    module = mlp()
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        step(module, recipe)
+    record = session.records[-1]
+    amax = 4 * EXPERTS if recipe == "nvfp4" and not grouped else 0  # it lies in the allocation of what goes
+    assert {row.slot: row.nbytes for row in record.slots} == {
+        SlotName.FC1_INPUT: bytes_by_column(recipe, HIDDEN) + amax,
+        SlotName.ACT_INPUT: TOKENS * FFN * 2,
+        SlotName.FC2_INPUT: bytes_by_column(recipe, FFN) + amax,
+    }
+    gaps = record.bytes_out - sum(row.nbytes for row in record.slots)  # between buffers that are copied in one piece
+    assert 0 <= gaps < 2 * EXPERTS * 512
+
+
+@FORMATS
+def test_nothing_keeps_the_allocation_that_all_experts_share(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """Trap 4 of Transformer Engine's bulk allocation: one buffer that stays keeps the memory of all."""
+    bulk = te_on_cpu.unfused(monkeypatch, grouped=False)
+    module = mlp()
+    held: dict[bool, int] = {}
+    for offloads in (False, True):
+        session = OffloadSession(module, min_bytes=0, max_in_flight=0) if offloads else None
+        with te.autocast(enabled=True, recipe=RECIPES[recipe]()):
+            x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+            splits, scales = torch.tensor(SPLITS), torch.rand(TOKENS)
+            with session.step() if session is not None else contextlib.nullcontext():
+                y = module(x, splits, scales, splits)
+                if session is not None:
+                    session._engine.mover.drain()  # type: ignore[union-attr]
+                held[offloads] = bulk.nbytes
+                y.sum().backward()
+        del y
+    saved = bytes_by_column(recipe, HIDDEN) + bytes_by_column(recipe, FFN)
+    assert held[False] >= saved and held[True] == 0
+
+
+@PATHS
+@FORMATS
+@pytest.mark.parametrize("keep", ["fc1_input", "act_input", "fc2_input"])
+def test_slot_that_is_kept_stays_whole_and_the_others_go(
+    monkeypatch: pytest.MonkeyPatch, grouped: bool, recipe: str, keep: str
+) -> None:
+    te_on_cpu.unfused(monkeypatch, grouped=grouped)
+    expected = step(mlp(), recipe)
+    module = mlp(keep=[keep])
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        found = step(module, recipe)
+    assert_same_bits(expected, found)
+    fates = {row.slot.value: row.fate for row in session.records[-1].slots}
+    assert fates.pop(keep) is Fate.KEPT and set(fates.values()) == {Fate.OFFLOADED}
+
+
+@PATHS
+@FORMATS
+def test_quantized_weights_never_move(monkeypatch: pytest.MonkeyPatch, grouped: bool, recipe: str) -> None:
+    te_on_cpu.unfused(monkeypatch, grouped=grouped)
+    module = mlp()
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        step(module, recipe)
+    record = session.records[-1]
+    assert record.bytes_out == sum(row.bytes_out for row in record.slots)
+    numbers = 2 * EXPERTS * HIDDEN * FFN
+    assert record.exempt_bytes >= (numbers // 2 if recipe == "nvfp4" else numbers)
