@@ -12,7 +12,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
 
 from te_offload import Fate, OffloadSession, SlotName
-from tests.support import te_on_cpu
+from tests.layouts.test_unfused_layouts import listen
+from tests.support import block_formats, te_on_cpu
 from tests.support.mlp import assert_same_bits, make_mlp, run
 
 EXPERTS, HIDDEN, FFN, SPLITS = 3, 128, 256, (128, 0, 384)
@@ -140,3 +141,56 @@ def test_quantized_weights_never_move(monkeypatch: pytest.MonkeyPatch, grouped: 
     assert record.bytes_out == sum(row.bytes_out for row in record.slots)
     numbers = 2 * EXPERTS * HIDDEN * FFN
     assert record.exempt_bytes >= (numbers // 2 if recipe == "nvfp4" else numbers)
+
+
+def expose(monkeypatch: pytest.MonkeyPatch) -> set[type[Any]]:
+    """Have quantizers make wrappers, as those do that are not internal; the types that they made."""
+    quantize, kinds = block_formats.quantize, set[type[Any]]()
+
+    def exposed(quantizer: Any, x: torch.Tensor, buffers: Any = None) -> Any:
+        quantizer.internal = False
+        found = quantize(quantizer, x, buffers)
+        kinds.add(type(found))
+        return found
+
+    monkeypatch.setattr(block_formats, "quantize", exposed)
+    for kind in block_formats.QUANTIZERS:
+        monkeypatch.setattr(kind, "quantize_impl", exposed)
+    return kinds
+
+
+@FORMATS
+def test_exposed_quantizers_give_the_bytes_and_bits_of_internal_ones(
+    monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    te_on_cpu.unfused(monkeypatch, grouped=False)
+    found = []
+    for exposes in (False, True):
+        kinds = expose(monkeypatch) if exposes else set()
+        module = mlp()
+        with OffloadSession(module, min_bytes=0) as session, session.step():
+            grads = step(module, recipe)
+        found.append((grads, [(row.slot, row.fate, row.nbytes) for row in session.records[-1].slots]))
+    assert kinds and all(issubclass(kind, torch.Tensor) for kind in kinds)
+    assert_same_bits(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] and {fate for _, fate, _ in found[0][1]} == {Fate.OFFLOADED}
+
+
+@FORMATS
+def test_hooks_see_the_buffers_of_a_wrapper_one_by_one(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    te_on_cpu.unfused(monkeypatch, grouped=False)
+    expose(monkeypatch)
+    module = mlp()
+    listener = listen(module)
+    seen: list[torch.Tensor] = []
+
+    def pack(one: torch.Tensor) -> torch.Tensor:
+        seen.append(one)
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        step(module, recipe)
+    addresses = {one.data_ptr() for one in seen if type(one) is torch.Tensor}
+    for saved in listener.saved:
+        assert saved.buffers
+        assert all(type(one) is torch.Tensor and one.data_ptr() in addresses for one in saved.buffers)

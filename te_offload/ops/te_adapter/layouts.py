@@ -35,6 +35,7 @@ from te_offload.ops.te_adapter.carry import (
     buffers_of,
     parts_of_slot,
 )
+from te_offload.ops.te_adapter.storages import bare, is_wrapper
 from te_offload.slots import SavedSlot, SaveState, SlotName
 
 # Releases ------------------------------------------------------------------------------------------------------------
@@ -154,6 +155,7 @@ _Group = tuple[SlotName | None, range, Sequence[range], SaveState]  # a slot: na
 def _layout(ctx: OperationContext, groups: Sequence[_Group], *, take: bool) -> Layout:
     saved = ctx.to_save
     assert saved is not None
+    saved = _without_wrappers(ctx, saved, groups)
     exempt = [places for _, _, groups_of_slot, _ in groups for places in groups_of_slot]
     if not take:
         layout = Layout(ctx, exempt, None)
@@ -176,6 +178,20 @@ def _layout(ctx: OperationContext, groups: Sequence[_Group], *, take: bool) -> L
         carried = None
     layout.slots = slots
     return layout
+
+
+def _without_wrappers(ctx: OperationContext, saved: Sequence[Saved], groups: Sequence[_Group]) -> Sequence[Saved]:
+    """What was saved, quantized wrappers in slots as storages, which are what the context then has."""
+    kinds = [kind for kind in set(map(type, saved)) if kind not in PLAIN_TYPES and is_wrapper(kind)]
+    if not kinds:
+        return saved
+    found = list(saved)
+    for _, places, _, _ in groups:
+        for place in places:
+            if type(found[place]) in kinds:
+                found[place] = bare(found[place])
+    ctx.to_save = tuple(found)
+    return found
 
 
 def read_grouped_linear(op: Any, ctx: OperationContext, *, take: bool = False) -> Layout | None:
