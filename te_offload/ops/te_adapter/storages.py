@@ -33,9 +33,10 @@ def bare(entry: Any) -> Any:
     if kind is None:
         return entry
     fields = entry.get_metadata()
-    return kind(
-        **{name: bare(field) if isinstance(field, QuantizedTensorStorage) else field for name, field in fields.items()}
-    )
+    for name, field in fields.items():
+        if isinstance(field, QuantizedTensorStorage):  # a direction of a hybrid
+            fields[name] = bare(field)
+    return kind(**fields)
 
 
 def _is_storage(kind: type[Any]) -> bool:
