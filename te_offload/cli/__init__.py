@@ -25,12 +25,17 @@ def demo(
     steps: Annotated[int, typer.Option(min=2, help="Training steps of each run.")] = 48,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
     min_bytes: Annotated[str, typer.Option(help="Smaller slots stay on the device.")] = "64KiB",
+    recipe: Annotated[
+        str, typer.Option(help="Of the grouped MLPs: none, fp8, fp8-delayed, fp8-block, mxfp8, nvfp4.")
+    ] = "none",
     out: Annotated[Path, typer.Option(help="Folder for report.json and report.png.")] = Path("te-offload-demo"),
 ) -> None:
     """Train a small MoE language model on real text, with and without offloading, and compare every bit."""
     from te_offload.cli.demo import run_demo
 
-    raise typer.Exit(run_demo(no_offload=no_offload, steps=steps, device=device, min_bytes=min_bytes, out=out))
+    raise typer.Exit(
+        run_demo(no_offload=no_offload, steps=steps, device=device, min_bytes=min_bytes, recipe=recipe, out=out)
+    )
 
 
 @app.command()

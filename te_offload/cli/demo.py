@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from te_offload.demo.model import ModelConfig
+from te_offload.demo.recipes import choose_recipe
 from te_offload.demo.training import RunResult, TrainingConfig, first_difference, train
 from te_offload.errors import ArgumentError
 from te_offload.ops import te_adapter
@@ -58,7 +59,7 @@ def choose_device(text: str) -> torch.device:
     return torch.device("cuda" if text == "cuda" or (text == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def run_demo(*, no_offload: str, steps: int, device: str, min_bytes: str, out: Path) -> int:
+def run_demo(*, no_offload: str, steps: int, device: str, min_bytes: str, recipe: str, out: Path) -> int:
     """Run the demo; returns the exit status."""
     console = Console()
     target = choose_device(device)
@@ -68,11 +69,13 @@ def run_demo(*, no_offload: str, steps: int, device: str, min_bytes: str, out: P
         device=target,
         dtype=torch.bfloat16 if target.type == "cuda" else torch.float32,
         min_bytes=parse_bytes(min_bytes, "--min-bytes"),
+        recipe=choose_recipe(recipe, target),
     )
     place = torch.cuda.get_device_name() if target.type == "cuda" else "the CPU"
     console.print(
         f"Training a byte-level language model on {place}: {config.model.layers} layers, {config.model.experts} experts, "
-        f"top {config.model.top_k}, on the texts of pydoc, {steps} steps, three times from seed {config.seed}.",
+        f"top {config.model.top_k}, recipe {recipe}, on the texts of pydoc, {steps} steps, three times from seed "
+        f"{config.seed}.",
         highlight=False,
     )
     first, second, offloaded = _train_three_times(console, config)
@@ -94,7 +97,7 @@ def run_demo(*, no_offload: str, steps: int, device: str, min_bytes: str, out: P
         "the run with offloading gives the same bits": first_difference(first, offloaded),
         "bytes were moved out and back": None if offloaded.bytes_out and offloaded.bytes_back else "the bytes moved",
     }
-    _write(out, config, checks, first, second, offloaded)
+    _write(out, config, recipe, checks, first, second, offloaded)
     console.print(f"\nWrote {out / 'report.json'} and {out / 'report.png'}")
     for check, difference in checks.items():
         console.print(
@@ -135,6 +138,7 @@ def _curve(values: list[Any], width: int = 48) -> str:
 def _write(
     out: Path,
     config: TrainingConfig,
+    recipe: str,
     checks: dict[str, str | None],
     first: RunResult,
     second: RunResult,
@@ -153,6 +157,7 @@ def _write(
         "device": torch.cuda.get_device_name() if config.device.type == "cuda" else "cpu",
         "steps": config.steps,
         "seed": config.seed,
+        "recipe": recipe,
         "dtype": str(config.dtype).removeprefix("torch."),
         "kept_slots": sorted(slot.value for slot in config.model.keep),
         "checks": {check: {"holds": found is None, "difference": found} for check, found in checks.items()},

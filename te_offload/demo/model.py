@@ -24,6 +24,7 @@ class ModelConfig:
         dim: width. layers: number of transformer layers. heads: attention heads.
         experts, top_k, ffn: experts a layer, experts a token, width inside an expert.
         context: bytes a sample.
+        rows: of which each expert's number of tokens is made a multiple, by tokens of zeros.
         keep: slots whose op gets ``no_offload_activation=True``.
     """
 
@@ -34,6 +35,7 @@ class ModelConfig:
     top_k: int = 2
     ffn: int = 256
     context: int = 128
+    rows: int = 1
     keep: frozenset[SlotName] = frozenset()
 
 
@@ -88,9 +90,25 @@ class MoE(torch.nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         order = experts.flatten().argsort(stable=True)
         splits = torch.bincount(experts.flatten(), minlength=self.config.experts)
-        y = self.mlp(tokens[order // self.config.top_k], splits, weights.flatten()[order].to(x.dtype), splits)
+        rows = tokens[order // self.config.top_k]
+        scales = weights.flatten()[order].to(x.dtype)
+        if self.config.rows > 1:
+            splits, places = _padded(splits, self.config.rows)
+            total = int(splits.sum())
+            rows = rows.new_zeros(total, rows.shape[1]).index_copy(0, places, rows)
+            scales = scales.new_zeros(total).index_copy(0, places, scales)
+            y = self.mlp(rows, splits, scales, splits)[places]
+        else:
+            y = self.mlp(rows, splits, scales, splits)
         mixed: torch.Tensor = y[order.argsort()].unflatten(0, (-1, self.config.top_k)).sum(1)
         return mixed.view_as(x)
+
+
+def _padded(splits: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split sizes rounded up, and where each row of before is then."""
+    larger = (splits + multiple - 1) // multiple * multiple
+    shifts = (larger - splits).cumsum(0) - (larger - splits)
+    return larger, torch.arange(int(splits.sum()), device=splits.device) + shifts.repeat_interleave(splits)
 
 
 class Layer(torch.nn.Module):

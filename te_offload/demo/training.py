@@ -11,11 +11,14 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import transformer_engine.pytorch as te
 
 from te_offload.demo.model import ByteModel, ModelConfig
+from te_offload.demo.recipes import Recipe
 from te_offload.offload import OffloadSession, StepRecord
 
 
@@ -25,7 +28,7 @@ class TrainingConfig:
 
     Attributes:
         model: sizes. steps, batch, seed, learning_rate: the training. device, dtype: where and in what.
-        min_bytes: slots smaller than this stay; for the session.
+        min_bytes: slots smaller than this stay; for the session. recipe: under which the grouped MLPs compute.
     """
 
     model: ModelConfig
@@ -36,6 +39,7 @@ class TrainingConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     min_bytes: int = 64 * 1024
+    recipe: Recipe = field(default_factory=Recipe)
 
 
 @dataclass
@@ -91,7 +95,7 @@ def train(config: TrainingConfig, *, offload: bool | None, progress: Callable[[f
     result = RunResult()
     with deterministic():
         torch.manual_seed(config.seed)
-        model = ByteModel(config.model, config.device, config.dtype)
+        model = ByteModel(replace(config.model, rows=config.recipe.rows), config.device, config.dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
         text = torch.frombuffer(bytearray(read_text()), dtype=torch.uint8)
         order = torch.Generator().manual_seed(config.seed)
@@ -110,7 +114,8 @@ def train(config: TrainingConfig, *, offload: bool | None, progress: Callable[[f
                 rows = torch.stack([text[s : s + config.model.context + 1] for s in starts.tolist()])
                 optimizer.zero_grad()
                 with session.step() if session is not None else contextlib.nullcontext():
-                    loss = model(rows.long().to(config.device))
+                    with _autocast(config.recipe):
+                        loss = model(rows.long().to(config.device))
                     loss.backward()
                 result.losses.append(loss.item())
                 result.digests.append(_digests(model, loss))
@@ -124,6 +129,13 @@ def train(config: TrainingConfig, *, offload: bool | None, progress: Callable[[f
         if config.device.type == "cuda":
             result.cuda_peak = torch.cuda.max_memory_allocated()
     return result
+
+
+def _autocast(recipe: Recipe) -> contextlib.AbstractContextManager[Any]:
+    if recipe.make is None:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = te.autocast(enabled=True, recipe=recipe.make())
+    return context
 
 
 def first_difference(one: RunResult, other: RunResult) -> str | None:

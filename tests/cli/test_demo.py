@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 from typer.testing import CliRunner
 
 from te_offload.cli import app
 from te_offload.demo import training
+from te_offload.demo.model import ModelConfig, MoE, _padded
+from te_offload.demo.recipes import RECIPES, choose_recipe
+from te_offload.errors import ArgumentError
 from te_offload.offload.saved import Saved
+from tests.support import te_on_cpu
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -74,14 +81,51 @@ def test_demo_that_moves_nothing_is_status_1(tmp_path: Path) -> None:
     [
         (("--no-offload", "fc3_input"), "'fc3_input' is no slot"),
         (("--min-bytes", "much"), "--min-bytes must be a size"),
+        (("--recipe", "fp7"), "--recipe must be one of none, fp8, fp8-delayed, fp8-block, mxfp8, nvfp4"),
+        (("--recipe", "nvfp4"), "--recipe nvfp4 quantizes on a GPU, but the device is cpu"),
     ],
-    ids=["slot", "size"],
+    ids=["slot", "size", "recipe", "recipe on the CPU"],
 )
 def test_wrong_option_is_a_named_error(arguments: tuple[str, str], message: str) -> None:
-    from te_offload.errors import ArgumentError
-
     with pytest.raises(ArgumentError, match=message):
         invoke(*arguments)
+
+
+def test_recipe_that_a_gpu_cannot_run_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(te, "is_mxfp8_available", lambda return_reason: (False, "compute capability 10.x is needed"))
+    with pytest.raises(
+        ArgumentError, match=r"--recipe mxfp8 does not run on a GPU: compute capability 10\.x is needed"
+    ):
+        choose_recipe("mxfp8", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-block", "mxfp8", "nvfp4"])
+def test_demo_in_a_recipe_moves_quantized_slots_and_keeps_every_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """With Transformer Engine's kernels replaced; the CPU has none."""
+    te_on_cpu.unfused(monkeypatch, grouped=False)
+    monkeypatch.setattr("te_offload.cli.demo.choose_recipe", lambda name, device: RECIPES[name])
+    status, text = invoke("--out", str(tmp_path), "--recipe", recipe, "--min-bytes", "0")
+    assert status == 0, text
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["recipe"] == recipe and report["bytes_out"] == report["bytes_back"] > 0
+    rows = [row for row in report["last_step_with"]["slots"] if row["op"].startswith("moe.mlp")]
+    sizes = {slot: max(row["nbytes"] for row in rows if row["slot"] == slot) for slot in ("fc2_input", "act_input")}
+    assert 0 < sizes["fc2_input"] < sizes["act_input"] / 2
+
+
+def test_tokens_of_zeros_change_no_token() -> None:
+    torch.manual_seed(0)
+    plain = MoE(ModelConfig(dim=32, ffn=64), torch.device("cpu"), torch.float32)
+    padded = copy.deepcopy(plain)
+    padded.config = replace(plain.config, rows=16)
+    x = torch.randn(3, 7, 32)
+    assert torch.allclose(plain(x), padded(x), rtol=1e-5, atol=1e-6)
+    sizes, places = _padded(torch.tensor([3, 0, 16, 17]), 16)
+    assert sizes.tolist() == [16, 0, 16, 32]
+    assert places.tolist() == [*range(3), *range(16, 32), *range(32, 49)]
 
 
 def test_text_is_real_and_large_enough() -> None:
