@@ -69,6 +69,9 @@ class Reason(str, enum.Enum):
     NO_VIRTUAL_MEMORY = "in a graph without virtual memory"
 
 
+FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
 class SaveState(str, enum.Enum):
     """Whether an op's forward saved its slot."""
 
@@ -91,6 +94,7 @@ class SavedSlot(NamedTuple):
         stays: why the slot stays on the device in any case, where a layer's graph has it; ``None``: it need not.
         nbytes: of a slot that stays in any case, whose buffers are not given.
         ready: a `Mark` of the moment since when the buffers are there, in a graph that was replayed; ``None``: now.
+        format: of the numbers, and for which direction of a GEMM, such as ``"MXFP8 by column"``.
     """
 
     name: SlotName | None
@@ -101,6 +105,7 @@ class SavedSlot(NamedTuple):
     stays: Reason | None = None
     nbytes: int = 0
     ready: Any = None
+    format: str = ""
 
 
 class Watch(enum.Enum):

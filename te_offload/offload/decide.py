@@ -19,7 +19,7 @@ from te_offload.offload.extents import Runs, Strip, find_runs, lone, storage_key
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.saved import Part, Saved, SlotEntry, is_plain
 from te_offload.ops import te_adapter
-from te_offload.slots import Fate, Reason
+from te_offload.slots import FORMATS, Fate, Reason
 
 if TYPE_CHECKING:
     from te_offload.offload.plan import Plan
@@ -190,6 +190,8 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
             entry.reason = Reason.GRAPH_GONE if entry.handles else Reason.FOREIGN_HOOK
         return load
     entry.tensors = len(tensors)
+    if not entry.format and tensors:
+        entry.format = FORMATS.get(tensors[0].dtype, "")
     plain = _are_plain(load)
     if not plain:
         entry.nbytes = sum([tensor.numel() * tensor.element_size() for tensor in tensors])

@@ -153,6 +153,7 @@ def _row(entry: SlotEntry, forward: int, clock: Transfer | None) -> SlotRecord:
         out_ms=out,
         back_ms=back,
         exposed_ms=exposed,
+        format=entry.format,
     )
 
 
@@ -174,6 +175,7 @@ def _together(one: SlotRecord, other: SlotRecord) -> SlotRecord:
         out_ms=add(one.out_ms, other.out_ms),
         back_ms=add(one.back_ms, other.back_ms),
         exposed_ms=one.exposed_ms + other.exposed_ms,
+        format=one.format if one.format == other.format else "several",
     )
 
 

@@ -49,6 +49,8 @@ class SlotRecord:
         outcome: how it came back.
         out_ms, back_ms: how long its copies took; ``None`` where there was none, or it was not timed.
         exposed_ms: how long the backward waited for it.
+        format: of its numbers, such as ``"bf16"``, and of a quantized one the directions of a GEMM that it is for, such as
+            ``"FP8 by column"`` (columns for wgrad); empty where it is no such tensor.
     """
 
     layer: str
@@ -64,6 +66,7 @@ class SlotRecord:
     out_ms: float | None = None
     back_ms: float | None = None
     exposed_ms: float = 0.0
+    format: str = ""
 
     @property
     def name(self) -> str:
@@ -176,6 +179,15 @@ class StepRecord:
     def peak_resident(self) -> int:
         """Most bytes of saved tensors on the device at one moment."""
         return max((moment.nbytes for moment in self.residency), default=0)
+
+    @property
+    def bytes_by_format(self) -> dict[str, int]:
+        """Bytes copied to the host of each `SlotRecord.format`."""
+        found: dict[str, int] = {}
+        for row in self.slots:
+            if row.bytes_out:
+                found[row.format] = found.get(row.format, 0) + row.bytes_out
+        return found
 
     @property
     def exposed_ms(self) -> float:

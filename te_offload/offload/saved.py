@@ -35,7 +35,7 @@ class SlotEntry:
         once: the tensors are of te.ops, which reads them once.
         ready: the mark after which its bytes are there; ``None``: the end of the forward.
         handles: its saved tensors; weak, since the autograd graph alone decides how long they live.
-        fate, reason: what became of it. nbytes, tensors, bytes_out: as in `SlotRecord`.
+        fate, reason: what became of it. nbytes, tensors, bytes_out, format: as in `SlotRecord`.
         cargo: what carries its bytes, alone or with those of other small slots; ``None`` if another slot has its memory.
     """
 
@@ -44,6 +44,7 @@ class SlotEntry:
     nbytes = 0
     tensors = 0
     bytes_out = 0
+    format = ""
     ready: Mark | None = None
     cargo: Cargo | None = None
 

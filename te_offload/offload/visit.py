@@ -144,6 +144,7 @@ class LayerVisit(SlotObserver):
                 "the same saved tensors. Use one of them."
             )
         entry = SlotEntry(self, op, saved.name or name, keep=keep, once=True)
+        entry.format = saved.format
         self.entries.append(entry)
         if saved.carried_bytes is not None and self._engine.mover.transfer.timed:
             self.exempt_bytes += saved.carried_bytes()

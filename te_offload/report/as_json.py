@@ -11,13 +11,13 @@ from typing import Any
 
 from te_offload.offload.record import StepRecord
 
-SCHEMA = "2.1"
+SCHEMA = "2.2"
 
 
 def step_as_dict(step: StepRecord) -> dict[str, Any]:
     """A step with its slots, its windows and its resident bytes over time; times in milliseconds, rates in GB/s."""
     values = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-    for name in ("peak_resident", "exposed_ms", "throttled_ms", "out_gbs", "back_gbs"):
+    for name in ("peak_resident", "exposed_ms", "throttled_ms", "out_gbs", "back_gbs", "bytes_by_format"):
         values[name] = getattr(step, name)
     values["slots"] = [
         {

@@ -22,6 +22,7 @@ _COLOURS = {Fate.OFFLOADED: "green", Fate.KEPT: "yellow", Fate.RECOMPUTED: "cyan
 
 
 _TIMES_FROM = 110  # columns of a terminal from which the times are shown
+_FORMATS_FROM = 140  # and the formats
 
 
 def slot_table(step: StepRecord, width: int) -> Table:
@@ -32,6 +33,9 @@ def slot_table(step: StepRecord, width: int) -> Table:
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("tensors", justify="right", no_wrap=True)
     table.add_column("fate: reason", overflow="fold", min_width=10)
+    formats = width >= _FORMATS_FROM
+    if formats:
+        table.add_column("format", no_wrap=True)
     times = width >= _TIMES_FROM
     if times:
         table.add_column("out ms", justify="right", no_wrap=True)
@@ -41,7 +45,8 @@ def slot_table(step: StepRecord, width: int) -> Table:
         fate = f"{row.fate.value}: {row.reason.value}" if row.reason.value else row.fate.value
         size = format_bytes(row.nbytes)
         late = f"late, {row.exposed_ms:.2f} ms" if row.outcome is Outcome.LATE else row.outcome.value
-        cells = (_milliseconds(row.out_ms), _milliseconds(row.back_ms), late) if times else ()
+        cells: list[str] = [row.format] if formats else []
+        cells += [_milliseconds(row.out_ms), _milliseconds(row.back_ms), late] if times else []
         table.add_row(row.name, str(row.forward), size, str(row.tensors), Text(fate, style=_COLOURS[row.fate]), *cells)
     return table
 
@@ -64,6 +69,11 @@ def totals(step: StepRecord) -> str:
         f"{step.step_ms:.2f} ms, of these {step.throttled_ms:.2f} waiting for copies out and {step.exposed_ms:.2f} for "
         f"copies back{', chosen by a plan' if step.planned else ''}; rank {step.rank}.",
     ]
+    by_format = step.bytes_by_format
+    if by_format:
+        lines.append(
+            "Out: " + ", ".join(f"{format_bytes(n)} {name or 'of others'}" for name, n in by_format.items()) + "."
+        )
     if step.predicted_ms is not None and step.predicted_waiting_ms is not None:
         lines.append(f"The plan foresaw {step.predicted_ms:.2f} ms, {step.predicted_waiting_ms:.2f} of them waiting.")
     if not step.timed:

@@ -88,6 +88,12 @@ def test_bytes_of_each_slot_are_those_that_the_backward_reads(
         SlotName.ACT_INPUT: TOKENS * FFN * 2,
         SlotName.FC2_INPUT: bytes_by_column(recipe, FFN) + amax,
     }
+    name = {"fp8-block": "FP8 by blocks", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}[recipe] + " by column"
+    assert [row.format for row in record.slots] == [name, "bf16", name]
+    assert record.bytes_by_format == {
+        name: sum(row.bytes_out for row in record.slots if row.slot is not SlotName.ACT_INPUT),
+        "bf16": TOKENS * FFN * 2,
+    }
     gaps = record.bytes_out - sum(row.nbytes for row in record.slots)  # between buffers that are copied in one piece
     assert 0 <= gaps < 2 * EXPERTS * 512
 

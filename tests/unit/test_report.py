@@ -29,6 +29,7 @@ STEP = StepRecord(
             out_ms=0.04,
             back_ms=0.05,
             exposed_ms=0.03,
+            format="FP8 by column",
         ),
         SlotRecord("layer0", "mlp.1", SlotName.ACT_INPUT, 0, 4 * 2**20, 1, Fate.KEPT, Reason.ASKED, 0),
         SlotRecord("layer0", "mlp.2", SlotName.FC2_INPUT, 0, 0, 0, Fate.RECOMPUTED, Reason.REBUILT, 0),
@@ -68,10 +69,10 @@ def test_table_has_a_row_a_slot_with_fate_and_reason() -> None:
         if "│" in line
     ]
     assert lines == [
-        ["layer0/mlp.0.fc1_input", "0", "2.0 MiB", "8", "offloaded", "0.04", "0.05", "late, 0.03 ms"],
-        ["layer0/mlp.1.act_input", "0", "4.0 MiB", "1", "kept: asked by the user", "", "", ""],
-        ["layer0/mlp.2.fc2_input", "0", "0 B", "0", "recomputed: the backward rebuilds it", "", "", ""],
-        ["layer0/other", "0", "100 B", "2", "kept: too small", "", "", ""],
+        ["layer0/mlp.0.fc1_input", "0", "2.0 MiB", "8", "offloaded", "FP8 by column", "0.04", "0.05", "late, 0.03 ms"],
+        ["layer0/mlp.1.act_input", "0", "4.0 MiB", "1", "kept: asked by the user", "", "", "", ""],
+        ["layer0/mlp.2.fc2_input", "0", "0 B", "0", "recomputed: the backward rebuilds it", "", "", "", ""],
+        ["layer0/other", "0", "100 B", "2", "kept: too small", "", "", "", ""],
     ]
 
 
@@ -82,6 +83,7 @@ def test_totals_are_below_the_table() -> None:
     assert "2.0 MiB on the host (of 3.0 MiB held after 2 allocations)" in text
     assert "1.0 KiB of weights and metadata never moved" in text
     assert "6.50 ms, of these 0.50 waiting for copies out and 0.03 for copies back, chosen by a plan; rank 1." in text
+    assert "Out: 2.0 MiB FP8 by column." in text
     refused = dataclasses.replace(STEP, host_failure="CUDA error 2 while page-locking 1.0 GiB")
     assert "The system refused host memory: CUDA error 2" in step_table(refused)
 
@@ -110,9 +112,11 @@ def test_json_has_a_schema_and_survives_a_round_trip() -> None:
         "out_ms": None,
         "back_ms": None,
         "exposed_ms": 0.0,
+        "format": "",
         "out_gbs": None,
         "back_gbs": None,
     }
+    assert values["bytes_by_format"] == {"FP8 by column": 2 * 2**20}
     assert values["windows"][0]["backward_ms"] == 3.0 and values["throttled_ms"] == 0.5
 
 

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.tensor import (
 )
 
 from te_offload.ops.te_adapter.carry import Taken, buffers_of, parts_of_slot
-from te_offload.ops.te_adapter.storages import bare, is_wrapper
+from te_offload.ops.te_adapter.storages import bare, format_of, is_wrapper
 from tests.support import block_formats, te_on_cpu
 
 E4M3 = tex.DType.kFloat8E4M3
@@ -167,3 +167,25 @@ def test_parameters_and_plain_tensors_are_no_wrappers() -> None:
     assert not any(
         is_wrapper(kind) for kind in (torch.Tensor, torch.nn.Parameter, Float8TensorStorage, GroupedTensorStorage)
     )
+
+
+def test_format_names_the_numbers_and_the_directions_that_are_there() -> None:
+    found = {kind: format_of([None, make(internal=True)]) for kind, make in MAKERS.items()}
+    assert found == {
+        "float8": "FP8 by row and column",
+        "block": "FP8 by blocks by row and column",
+        "mxfp8": "MXFP8 by row and column",
+        "nvfp4": "NVFP4 by row and column",
+        "grouped": "MXFP8 by row and column",
+        "hybrid": "MXFP8 by row and NVFP4 by column",
+        "identity": "bf16",
+    }
+    storage = MAKERS["nvfp4"](internal=True)
+    storage.update_usage(rowwise_usage=False, columnwise_usage=True)
+    assert format_of([storage, MAKERS["nvfp4"](internal=True)]) == "NVFP4 by column"
+    assert [format_of(entries) for entries in ([], [None], [torch.ones(2)], [torch.ones(2, dtype=torch.int8)])] == [
+        "",
+        "",
+        "fp32",
+        "",
+    ]

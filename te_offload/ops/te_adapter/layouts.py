@@ -35,7 +35,7 @@ from te_offload.ops.te_adapter.carry import (
     buffers_of,
     parts_of_slot,
 )
-from te_offload.ops.te_adapter.storages import bare, is_wrapper
+from te_offload.ops.te_adapter.storages import bare, format_of, is_wrapper
 from te_offload.slots import SavedSlot, SaveState, SlotName
 
 # Releases ------------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _num_weights(linear: Any) -> int:
 def _slot(name: SlotName | None, entries: Sequence[Saved], exempt: Sequence[Saved], *, absent: SaveState) -> SavedSlot:
     going, staying = parts_of_slot(entries)
     state = SaveState.SAVED if any(entry is not None for entry in entries) else absent
-    return SavedSlot(name, state, tuple(going), (*_parts_of(exempt), *staying))
+    return SavedSlot(name, state, tuple(going), (*_parts_of(exempt), *staying), format=format_of(entries))
 
 
 def _parts_of(entries: Sequence[Saved]) -> Sequence[torch.Tensor]:
@@ -169,12 +169,14 @@ def _layout(ctx: OperationContext, groups: Sequence[_Group], *, take: bool) -> L
             for name, places, groups_of_slot, absent in groups
         )
         return layout
+    formats = [format_of(saved[places.start : places.stop]) for _, places, _, _ in groups]
     taken = [Taken(places, saved[places.start : places.stop]) for _, places, _, _ in groups]
     layout = Layout(ctx, exempt, taken)
     carried: Callable[[], int] | None = layout.carried_bytes
     slots = []
-    for (name, _, _, absent), part in zip(groups, taken, strict=True):
-        slots.append(SavedSlot(name, SaveState.SAVED if part.buffers else absent, part.buffers, (), carried))
+    for (name, _, _, absent), part, kind in zip(groups, taken, formats, strict=True):
+        state = SaveState.SAVED if part.buffers else absent
+        slots.append(SavedSlot(name, state, part.buffers, (), carried, format=kind))
         carried = None
     layout.slots = slots
     return layout

@@ -1,7 +1,8 @@
-"""Quantized wrappers among saved entries, as storages over the same buffers.
+"""Quantized wrappers among saved entries, as storages over the same buffers; and what format an entry has.
 
-In: wrappers (`torch.Tensor` subclasses) and bare storages. Out: bare storages that may be taken apart. Keeps true: a
-wrapper that somebody else holds is as it was; no byte is copied. Does not: quantize, or know where an entry comes from.
+In: wrappers (`torch.Tensor` subclasses) and bare storages. Out: bare storages that may be taken apart; names of formats.
+Keeps true: a wrapper that somebody else holds is as it was; no byte is copied. Does not: quantize, or know where an entry
+comes from.
 
 Transformer Engine takes a storage apart where it is saved, and hands a wrapper on whole: a hook would see one tensor of a
 dtype in which it has no memory, and a copy of it would be made in high precision, or none at all.
@@ -9,11 +10,47 @@ dtype in which it has no memory, and a copy of it would be made in high precisio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
-from transformer_engine.pytorch.tensor import GroupedTensorStorage
+from transformer_engine.pytorch.tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensorStorage,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8TensorStorage,
+    GroupedTensorStorage,
+    HybridQuantizedTensorStorage,
+    IdentityTensorStorage,
+    MXFP8Quantizer,
+    MXFP8TensorStorage,
+    NVFP4Quantizer,
+    NVFP4TensorStorage,
+)
+
+from te_offload.slots import FORMATS
+
+_DIRECTIONS = {  # of a GEMM's operand: rows for the forward and dgrad, columns for wgrad
+    (True, True): " by row and column",
+    (True, False): " by row",
+    (False, True): " by column",
+    (False, False): "",
+}
+_STORAGES = {  # of one tensor: name of the format, and where the data of each direction is
+    Float8TensorStorage: ("FP8", "_data", "_transpose"),
+    Float8BlockwiseQTensorStorage: ("FP8 by blocks", "_rowwise_data", "_columnwise_data"),
+    MXFP8TensorStorage: ("MXFP8", "_rowwise_data", "_columnwise_data"),
+    NVFP4TensorStorage: ("NVFP4", "_rowwise_data", "_columnwise_data"),
+}
+_QUANTIZERS = {
+    Float8Quantizer: "FP8",
+    Float8CurrentScalingQuantizer: "FP8",
+    Float8BlockQuantizer: "FP8 by blocks",
+    MXFP8Quantizer: "MXFP8",
+    NVFP4Quantizer: "NVFP4",
+}
 
 
 def is_wrapper(kind: type[Any]) -> bool:
@@ -46,3 +83,26 @@ def _is_storage(kind: type[Any]) -> bool:
         and kind is not QuantizedTensorStorage
         and hasattr(kind, "get_metadata")
     )
+
+
+def format_of(entries: Sequence[Any]) -> str:
+    """The format of saved entries, all of one, with the directions that are there; empty for none, or an unknown class."""
+    entry: Any = next((entry for entry in entries if entry is not None), None)
+    kind = type(entry)
+    if kind is torch.Tensor:
+        return FORMATS.get(entry.dtype, "")
+    known = _STORAGES.get(kind)
+    if known is not None:
+        name, rows, columns = known
+        return name + _DIRECTIONS[getattr(entry, rows) is not None, getattr(entry, columns) is not None]
+    if kind is GroupedTensorStorage:
+        if entry.quantizer is None:
+            return FORMATS.get(entry.fake_dtype, "")
+        name = _QUANTIZERS.get(type(entry.quantizer), type(entry.quantizer).__name__)
+        return name + _DIRECTIONS[entry.rowwise_data is not None, entry.columnwise_data is not None]
+    if kind is HybridQuantizedTensorStorage:
+        ways = (entry.rowwise_sub_storage, entry.columnwise_sub_storage)
+        return " and ".join(format_of([bare(way)]) for way in ways if way is not None)
+    if kind is IdentityTensorStorage:
+        return format_of([entry._hp_data])
+    return ""
