@@ -56,8 +56,9 @@ class CudagraphBackend:
         def compile_forward(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             metadata = torch._guards.TracingContext.get().fw_metadata
             assert metadata is not None
-            primals[:] = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
             static = [number for number in metadata.static_input_indices if number < len(inputs)]
+            nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+            primals[:] = [node.meta.get("val") if n in static else None for n, node in enumerate(nodes)]
             returned = metadata.num_forward
             outputs = len(_outputs(graph))
             device = next((one.device for one in inputs if isinstance(one, torch.Tensor)), torch.device("cpu"))
@@ -115,10 +116,12 @@ class CudagraphBackend:
 def lay_out_gradients(backward: GraphModule, primals: Sequence[Any]) -> None:
     """Have the graph return gradients as contiguous as their parameters are.
 
-    Autograd would copy the others for ``param.grad``, outside the graph, whose own memory for them then is of no use.
+    Autograd would copy the others for ``param.grad``, outside the graph, whose own memory for them then is of no use. What
+    else has a gradient is left alone: what comes before it may compute otherwise from another layout.
 
     Args:
-        backward: its first outputs are the gradients of ``primals``, or ``None``. primals: example values.
+        backward: its first outputs are the gradients of ``primals``, or ``None``.
+        primals: example values of parameters; ``None`` for other inputs.
     """
     output = next(node for node in backward.graph.nodes if node.op == "output")
     gradients = list(output.args[0])

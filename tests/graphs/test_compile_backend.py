@@ -232,6 +232,29 @@ def test_gradients_are_the_graphs_own_memory_though_their_op_makes_them_in_anoth
     assert gradient.data_ptr() in {one.data_ptr() for one in backward.captures[0]._graph._outputs if one is not None}
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_gradient_of_an_input_that_is_no_parameter_keeps_its_layout(backend: CudagraphBackend) -> None:
+    class Folded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = torch.nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(self.rows, x).relu().sum(0)
+
+    strides = []
+    for compiler in ("aot_eager", backend):
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(Folded(), backend=compiler)
+        seen: list[tuple[int, ...]] = []
+        for _ in range(6):
+            x = torch.randn(3, 8, 16, requires_grad=True) * 2
+            x.register_hook(lambda grad, seen=seen: seen.append(grad.stride()))
+            compiled(x).sum().backward()
+        strides.append(seen)
+    assert strides[0] == strides[1] and strides[0][0] != (128, 16, 1)
+
+
 def test_calls_that_are_no_replay_let_go_of_what_is_saved_after_its_last_use(
     backend: CudagraphBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

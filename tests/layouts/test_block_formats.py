@@ -200,3 +200,22 @@ def test_hooks_see_the_buffers_of_a_wrapper_one_by_one(monkeypatch: pytest.Monke
     for saved in listener.saved:
         assert saved.buffers
         assert all(type(one) is torch.Tensor and one.data_ptr() in addresses for one in saved.buffers)
+
+
+@PATHS
+def test_recipe_may_change_from_step_to_step(monkeypatch: pytest.MonkeyPatch, grouped: bool) -> None:
+    """A plan was made for other bytes; what it foresaw is not what is there, and every bit is."""
+    te_on_cpu.unfused(monkeypatch, grouped=grouped)
+    order = ["mxfp8"] * 4 + ["nvfp4", "fp8-block", "mxfp8", "nvfp4"]
+    expected = [step(mlp(), recipe) for recipe in order]
+    module = mlp()
+    with OffloadSession(module, min_bytes=0, fraction=0.6) as session:
+        for recipe, bits in zip(order, expected, strict=True):
+            for parameter in module.parameters():
+                parameter.grad = None
+            with session.step():
+                found = step(module, recipe)
+            assert_same_bits(bits, found)
+            record = session.records[-1]
+            assert record.bytes_out == record.bytes_back > 0
+    assert session.records[-1].planned
