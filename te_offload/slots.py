@@ -69,7 +69,13 @@ class Reason(str, enum.Enum):
     NO_VIRTUAL_MEMORY = "in a graph without virtual memory"
 
 
-FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+FORMATS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "FP8, a scale a row",
+}
 
 
 class SaveState(str, enum.Enum):

@@ -61,6 +61,18 @@ class BlackwellGLUGroupedMLP(_DeclaresSlots, te_adapter.fused_glu_class()):  # t
     """Transformer Engine's fused GroupedLinear, scaled GLU, GroupedLinear, with slots."""
 
 
+class Apart(te.ops.FusedOperation):
+    """One op by itself: Transformer Engine's own scan, which asks for types alone, does not take it into a window."""
+
+    def fuser_forward(self, basic_op_ctxs: list[te_adapter.OperationContext], *args: Any, **kwargs: Any) -> Any:
+        """The op's."""
+        return self.basic_ops[0].fuser_forward(basic_op_ctxs, *args, **kwargs)
+
+    def fuser_backward(self, basic_op_ctxs: list[te_adapter.OperationContext], *args: Any, **kwargs: Any) -> Any:
+        """The op's."""
+        return self.basic_ops[0].fuser_backward(basic_op_ctxs, *args, **kwargs)
+
+
 def explain(window: Window, recipe: Any = None) -> Support:
     """Whether Transformer Engine's Blackwell kernels take a window on this machine under a recipe, and if not, why.
 
@@ -68,7 +80,7 @@ def explain(window: Window, recipe: Any = None) -> Support:
         window: from `find_windows`.
         recipe: a Transformer Engine recipe; ``None`` means unquantized.
     """
-    reason = te_adapter.unfused_reason(window.ops, recipe)
+    reason = te_adapter.unfused_reason(window.ops, recipe) or window.needs_ops
     return Support(True) if reason is None else Support(False, reason)
 
 
@@ -94,10 +106,13 @@ def _fuse(ops: list[Any], recipe: Any, fused_class: type[Any], activations: tupl
         if not window.has_slot_owner:
             continue
         fused += ops[position : window.start]
+        position = window.start + 3
+        if window.needs_ops is not None:
+            fused += [window.fc1, Apart([window.activation]), window.fc2]
+            continue
         fused += te_adapter.fuse_windows(
             list(window.ops), recipe=recipe, fused_class=fused_class, activations=activations
         )
-        position = window.start + 3
     return fused + ops[position:]
 
 

@@ -81,6 +81,8 @@ def _installed(package: str) -> str | None:
 
 
 def _structure_reason(window: Window) -> str | None:
+    if window.needs_ops is not None:
+        return window.needs_ops
     if not isinstance(window.activation, (te.ops.ScaledSReLU, te.ops.ScaledTanhSReLU)):
         name = type(window.activation).__name__
         return f"its activation is {name}, whose two halves lie in columns far apart, and an epilogue sees one tile"

@@ -53,6 +53,13 @@ class Window:
         return any(isinstance(op, SlotOwner) for op in self.ops)
 
     @property
+    def needs_ops(self) -> str | None:
+        """Why its ops must run one by one on every machine; ``None`` if they need not."""
+        if getattr(self.activation, "act_input_dtype", None) is not None:
+            return "its activation saves its input in FP8 (act_input_dtype), which fused kernels write as it is"
+        return None
+
+    @property
     def asked_for(self) -> bool:
         """Whether `ask_for` was called."""
         return bool(getattr(self.fc1, _ASKED, False))

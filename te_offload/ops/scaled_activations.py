@@ -1,8 +1,8 @@
 """Scaled activations of `te.ops` with `no_offload_activation`: the middle op of a grouped MLP.
 
 In: what the `te.ops` classes take. Out: the same results; the op's input is the slot `act_input`. Keeps true: on a GPU
-Transformer Engine's kernels run unchanged, on the CPU `arithmetic` computes; both save the same tensors. Does not:
-offload.
+Transformer Engine's kernels run unchanged, on the CPU `arithmetic` computes; both save the same tensors, which are the
+input as it came unless ``act_input_dtype`` says FP8. Does not: offload.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from te_offload.ops import arithmetic, te_adapter
+from te_offload.ops import act_input, arithmetic, te_adapter
 from te_offload.ops.arithmetic import Pair
 from te_offload.ops.slot_owner import SlotOwner
 
 
 class _ScaledActivation(SlotOwner):
     """The forward and backward around a `te.ops` scaled activation: checks, slot, and the CPU's arithmetic."""
+
+    act_input_dtype: torch.dtype | None = None
+
+    def _init_activation(self, no_offload_activation: bool, act_input_dtype: torch.dtype | None) -> None:
+        self._init_slot_owner(no_offload_activation)
+        self.act_input_dtype = act_input.check_dtype(type(self).__name__, act_input_dtype)
 
     def fuser_forward(
         self, basic_op_ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
@@ -35,6 +41,8 @@ class _ScaledActivation(SlotOwner):
                 f"{type(self).__name__}: te.autocast quantizes on a GPU, but the input is on the CPU."
             )
         result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
+        if self.act_input_dtype is not None:
+            te_adapter.save_act_input(basic_op_ctxs[0], act_input.quantize)
         self.declare(te_adapter.read_activation, basic_op_ctxs[0])
         return result
 
@@ -43,6 +51,7 @@ class _ScaledActivation(SlotOwner):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """The `te.ops` backward."""
         te_adapter.bring_carried(self, basic_op_ctxs[0])  # type: ignore[arg-type]
+        te_adapter.restore_act_input(basic_op_ctxs[0], act_input.dequantize)
         if self.computes_on_cpu(grad_output):
             te_adapter.keep_after_backward(basic_op_ctxs[0].saved_tensors[0])
         result: tuple[torch.Tensor | None, Any, Any] = super().fuser_backward(  # type: ignore[misc]
@@ -77,16 +86,20 @@ class ScaledSReLU(_ScaledActivation, te.ops.ScaledSReLU):
     """``te.ops.ScaledSReLU`` plus ``no_offload_activation``: ``relu(x)^2`` times one scale a row.
 
     Args:
-        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU. The rest is as in ``te.ops``.
+        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
+        act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
+            gradients; ``None``: as it came. The rest is as in ``te.ops``.
 
     Raises:
-        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        ArgumentTypeError: ``no_offload_activation`` is not a bool. ArgumentError: another ``act_input_dtype``.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
-    def __init__(self, *, no_offload_activation: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *, no_offload_activation: bool = False, act_input_dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self._init_slot_owner(no_offload_activation)
+        self._init_activation(no_offload_activation, act_input_dtype)
 
     def _scaled_unary_forward(self, input_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         if not self.computes_on_cpu(input_):
@@ -109,16 +122,25 @@ class ScaledTanhSReLU(_ScaledActivation, te.ops.ScaledTanhSReLU):
     """``te.ops.ScaledTanhSReLU`` plus ``no_offload_activation``: squared ReLU behind a tanh clamp, scaled by row.
 
     Args:
-        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU. The rest is as in ``te.ops``.
+        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
+        act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
+            gradients; ``None``: as it came. The rest is as in ``te.ops``.
 
     Raises:
-        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        ArgumentTypeError: ``no_offload_activation`` is not a bool. ArgumentError: another ``act_input_dtype``.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
-    def __init__(self, *, tanh_clamp_scale: float, no_offload_activation: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        tanh_clamp_scale: float,
+        no_offload_activation: bool = False,
+        act_input_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(tanh_clamp_scale=tanh_clamp_scale, **kwargs)
-        self._init_slot_owner(no_offload_activation)
+        self._init_activation(no_offload_activation, act_input_dtype)
 
     def _scaled_unary_forward(self, input_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         if not self.computes_on_cpu(input_):
@@ -179,18 +201,25 @@ class ScaledSwiGLU(_ScaledGLU, te.ops.ScaledSwiGLU):
     """``te.ops.ScaledSwiGLU`` plus ``no_offload_activation``: ``silu(a) * b`` times one scale a row.
 
     Args:
-        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU. The rest is as in ``te.ops``.
+        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
+        act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
+            gradients; ``None``: as it came. The rest is as in ``te.ops``.
 
     Raises:
-        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        ArgumentTypeError: ``no_offload_activation`` is not a bool. ArgumentError: another ``act_input_dtype``.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
     def __init__(
-        self, glu_interleave_size: int | None = None, *, no_offload_activation: bool = False, **kwargs: Any
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        no_offload_activation: bool = False,
+        act_input_dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(glu_interleave_size, **kwargs)
-        self._init_slot_owner(no_offload_activation)
+        self._init_activation(no_offload_activation, act_input_dtype)
 
     def _gate(self) -> arithmetic.Gate:
         return arithmetic.swiglu_gate
@@ -200,18 +229,25 @@ class ScaledClampedQGeGLU(_ScaledGLU, te.ops.ScaledClampedQGeGLU):
     """``te.ops.ScaledClampedQGeGLU`` plus ``no_offload_activation``: the clamped gate of gpt-oss, scaled by row.
 
     Args:
-        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU. The rest is as in ``te.ops``.
+        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
+        act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
+            gradients; ``None``: as it came. The rest is as in ``te.ops``.
 
     Raises:
-        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        ArgumentTypeError: ``no_offload_activation`` is not a bool. ArgumentError: another ``act_input_dtype``.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
     def __init__(
-        self, glu_interleave_size: int | None = None, *, no_offload_activation: bool = False, **kwargs: Any
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        no_offload_activation: bool = False,
+        act_input_dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(glu_interleave_size, **kwargs)
-        self._init_slot_owner(no_offload_activation)
+        self._init_activation(no_offload_activation, act_input_dtype)
 
     def _gate(self) -> arithmetic.Gate:
         clamped = self._clamped
@@ -222,18 +258,25 @@ class ScaledSiTUGLU(_ScaledGLU, te.ops.ScaledSiTUGLU):
     """``te.ops.ScaledSiTUGLU`` plus ``no_offload_activation``: a soft-capped gate and linear part, scaled by row.
 
     Args:
-        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU. The rest is as in ``te.ops``.
+        no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
+        act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
+            gradients; ``None``: as it came. The rest is as in ``te.ops``.
 
     Raises:
-        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        ArgumentTypeError: ``no_offload_activation`` is not a bool. ArgumentError: another ``act_input_dtype``.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
     def __init__(
-        self, glu_interleave_size: int | None = None, *, no_offload_activation: bool = False, **kwargs: Any
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        no_offload_activation: bool = False,
+        act_input_dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(glu_interleave_size, **kwargs)
-        self._init_slot_owner(no_offload_activation)
+        self._init_activation(no_offload_activation, act_input_dtype)
 
     def _gate(self) -> arithmetic.Gate:
         return arithmetic.situ_glu_gate(self.beta1, self.beta2)

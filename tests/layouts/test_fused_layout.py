@@ -8,16 +8,17 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Format, MXFP8BlockScaling
+from transformer_engine.pytorch.ops.fuser import OperationFuser
 from transformer_engine.pytorch.ops.op import OperationContext
 
 from te_offload import Fate, OffloadSession, Reason, SlotName, ops
 from te_offload.errors import UnknownLayoutError
-from te_offload.fused import explain, find_windows
+from te_offload.fused import blackwell, explain, find_windows
 from te_offload.fused.blackwell import BlackwellUnaryGroupedMLP
 from te_offload.ops import te_adapter
 from tests.layouts.test_unfused_layouts import listen, marked
 from tests.support import te_on_cpu
-from tests.support.mlp import make_mlp, run
+from tests.support.mlp import assert_same_bits, make_mlp, run
 
 EXPERTS, HIDDEN, FFN, SPLITS = 2, 128, 256, (128, 128)
 TOKENS = sum(SPLITS)
@@ -217,3 +218,33 @@ def test_unknown_layout_is_an_error_before_anything_is_offloaded(monkeypatch: py
         with pytest.raises(UnknownLayoutError, match="Blackwell fused path"), session.step():
             step(module)
         assert session.records[-1].bytes_out == 0
+
+
+def test_window_that_saves_in_fp8_is_not_fused_by_transformer_engine_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    te_on_cpu.fused(monkeypatch)
+    window = list(mlp())
+    assert [type(op) for op in blackwell.fuse_unary_windows(window, recipe=MXFP8)] == [BlackwellUnaryGroupedMLP]
+    window[1].act_input_dtype = torch.float8_e4m3fn
+    apart = blackwell.fuse_unary_windows(window, recipe=MXFP8)
+    assert [type(op) for op in apart] == [ops.GroupedLinear, blackwell.Apart, ops.GroupedLinear]
+    found = te_adapter.fuse_windows(
+        apart, recipe=MXFP8, fused_class=te_adapter.fused_unary_class(), activations=(te.ops.ScaledSReLU,)
+    )
+    assert [type(op) for op in found] == [type(op) for op in apart]
+
+
+def test_op_that_stands_apart_computes_as_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fuse(found: list[Any], **_: Any) -> list[Any]:
+        return [blackwell.Apart([op]) if isinstance(op, te.ops.ScaledSReLU) else op for op in found]
+
+    torch.manual_seed(0)
+    plain, other = (make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, dtype=torch.float32) for _ in range(2))
+    other.load_state_dict(plain.state_dict())
+    for one in (plain, other):
+        one[1].act_input_dtype = torch.float8_e4m3fn
+    expected = run(plain, SPLITS, hidden=HIDDEN)
+    monkeypatch.setattr(OperationFuser, "forward_backward_fusion_functions", [fuse])
+    with OffloadSession(other, min_bytes=0) as session, session.step():
+        assert_same_bits(expected, run(other, SPLITS, hidden=HIDDEN))
+    assert blackwell.Apart in forward_ops(other)
+    assert [row.fate for row in session.records[-1].slots] == [Fate.OFFLOADED] * 3

@@ -47,6 +47,8 @@ from te_offload.ops.te_adapter.layouts import (
     read_fused,
     read_grouped_linear,
     require_supported_release,
+    restore_act_input,
+    save_act_input,
 )
 from te_offload.ops.te_adapter.switches import (
     OffloadSwitch,
@@ -101,6 +103,8 @@ __all__ = [
     "recipe_reason",
     "register_joint_fusion",
     "require_supported_release",
+    "restore_act_input",
+    "save_act_input",
     "saved_tensor_hook_active",
     "saved_tensor_hook_owner",
     "take_apart",

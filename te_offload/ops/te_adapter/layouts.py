@@ -247,6 +247,7 @@ def _unfused_places(
 
 
 _ACTIVATION: tuple[_Group, ...] = ((SlotName.ACT_INPUT, range(1), (range(1, 2),), SaveState.NOT_SAVED),)
+_ACTIVATION_IN_FP8: tuple[_Group, ...] = ((SlotName.ACT_INPUT, range(2), (range(2, 3),), SaveState.NOT_SAVED),)
 
 
 def read_activation(op: Any, ctx: OperationContext, *, take: bool = False) -> Layout | None:
@@ -259,9 +260,33 @@ def read_activation(op: Any, ctx: OperationContext, *, take: bool = False) -> La
     if saved is None:
         return None
     require_supported_release()
+    if getattr(ctx, "te_offload_act_input", False):  # `save_act_input` has looked at the layout
+        return _layout(ctx, _ACTIVATION_IN_FP8, take=take)
     if len(saved) != 2 or not _is_values(saved[0], none=False) or not _is_scales(saved[1]):
         raise _layout_error(op, "unfused", saved, "1 input, 1 of router scales")
     return _layout(ctx, _ACTIVATION, take=take)
+
+
+def save_act_input(
+    ctx: OperationContext, quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Have a context keep an unfused scaled activation's input as numbers and scales, if it keeps it at all; what it keeps
+    otherwise is as `read_activation` reads it.
+    """
+    saved = ctx.to_save
+    if saved is None or len(saved) != 2 or type(saved[0]) is not torch.Tensor:
+        return
+    ctx.save_for_backward(*quantize(saved[0]), saved[1])
+    ctx.te_offload_act_input = True
+
+
+def restore_act_input(
+    ctx: OperationContext, dequantize: Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+) -> None:
+    """Undo `save_act_input` before the backward, if it was done."""
+    if getattr(ctx, "te_offload_act_input", False):
+        data, inverse, scales = ctx.saved_tensors
+        ctx.saved_tensors = (dequantize(data, inverse, ctx.dtype), scales)
 
 
 def read_fused(basic_ops: Sequence[Any], ctxs: Sequence[OperationContext], *, take: bool = False) -> Layout | None:
