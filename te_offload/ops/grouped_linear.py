@@ -54,6 +54,8 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         Raises:
             ArgumentError: split sizes that do not sum to the tokens. Seen on the CPU, and on a GPU on the split path,
                 which reads them on the host anyway; the grouped path never does (in a CUDA graph, see `row_check`).
+                Or shapes that the recipe's format cannot hold, where Transformer Engine failed over them; in the
+                backward, too.
         """
         extra_inputs = kwargs["basic_op_extra_inputs"][0]
         if self.computes_on_cpu(input_):
@@ -63,8 +65,13 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             sizes = row_check.fitting(self, extra_inputs[0], input_.shape[:-1].numel())
             if sizes is not extra_inputs[0]:
                 kwargs["basic_op_extra_inputs"] = [(sizes, *extra_inputs[1:])]
-            with te_adapter.OffloadSwitch(on=False):
-                result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
+            recipe = basic_op_ctxs[0].te_offload_recipe = te_adapter.active_recipe()
+            try:
+                with te_adapter.OffloadSwitch(on=False):
+                    result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
+            except RuntimeError as error:
+                self._complain_of_shapes(recipe, sizes, error)
+                raise
         self.declare(te_adapter.read_grouped_linear, basic_op_ctxs[0])
         return result
 
@@ -80,8 +87,40 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             return self._cpu_backward(basic_op_ctxs[0], grad_output)
         if not te_adapter.is_grouped_tensor(grad_output):
             grad_output = grad_output.contiguous()
-        result: tuple[torch.Tensor | None, Any, Any] = super().fuser_backward(basic_op_ctxs, grad_output, **kwargs)
+        recipe = getattr(basic_op_ctxs[0], "te_offload_recipe", None)
+        sizes = (basic_op_ctxs[0].saved_tensors or (None,))[0]
+        try:
+            result: tuple[torch.Tensor | None, Any, Any] = super().fuser_backward(basic_op_ctxs, grad_output, **kwargs)
+        except RuntimeError as error:
+            self._complain_of_shapes(recipe, sizes, error)
+            raise
         return result
+
+    def _complain_of_shapes(self, recipe: Any, split_sizes: Any, error: RuntimeError) -> None:
+        """Raise an `ArgumentError` from what Transformer Engine raised, if the recipe's format cannot hold the shapes."""
+        if recipe is None:
+            return
+        rows, columns = te_adapter.shape_multiples(recipe)
+        wrong = [
+            f"{name}={size} is no multiple of {columns}"
+            for name, size in (("in_features", self.in_features), ("out_features", self.out_features))
+            if size % columns
+        ]
+        try:
+            sizes: list[int] = split_sizes.tolist()
+        except (AttributeError, RuntimeError):  # not saved, or the device has failed
+            sizes = []
+        uneven = [number for number, size in enumerate(sizes) if size % rows]
+        if uneven:
+            wrong.append(
+                f"{len(uneven)} of {len(sizes)} experts have token counts that are no multiples of {rows}, the first "
+                f"expert {uneven[0]} with {sizes[uneven[0]]}"
+            )
+        if wrong:
+            raise ArgumentError(
+                f"{type(self).__name__}: {type(recipe).__name__} cannot hold these shapes: {'; '.join(wrong)}. Pad them "
+                f"with zeros (te.Fp8Padding pads token counts). Transformer Engine said: {error}"
+            ) from error
 
     # Checks ----------------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
+import transformer_engine.pytorch.ops.basic.grouped_linear as te_grouped_linear
 from transformer_engine.common import recipe as te_recipe
 
 from te_offload import Fate, OffloadSession, SlotName
+from te_offload.errors import ArgumentError
 from tests.layouts.test_unfused_layouts import listen
 from tests.support import block_formats, te_on_cpu
 from tests.support.mlp import assert_same_bits, make_mlp, run
@@ -219,3 +221,52 @@ def test_recipe_may_change_from_step_to_step(monkeypatch: pytest.MonkeyPatch, gr
             record = session.records[-1]
             assert record.bytes_out == record.bytes_back > 0
     assert session.records[-1].planned
+
+
+class Fails:
+    """Stands for a kernel that fails, in the forward or where the gradient comes in."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, at_call: int) -> None:
+        self.calls, self.at_call = 0, at_call
+        self.gemm = te_grouped_linear.general_grouped_gemm
+        monkeypatch.setattr(te_grouped_linear, "general_grouped_gemm", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at_call:
+            raise RuntimeError("cuBLAS: unsupported dimensions")
+        return self.gemm(*args, **kwargs)
+
+
+@pytest.mark.parametrize("at_call", [1, 3], ids=["forward", "backward"])
+@pytest.mark.parametrize(("recipe", "multiple"), [("fp8-block", 16), ("mxfp8", 32), ("nvfp4", 128)])
+def test_failure_over_token_counts_is_a_named_error(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, multiple: int, at_call: int
+) -> None:
+    te_on_cpu.unfused(monkeypatch, grouped=False)
+    module = mlp()
+    Fails(monkeypatch, at_call=at_call)
+    uneven = f"1 of 3 experts have token counts that are no multiples of {multiple}, the first expert 2 with 20"
+    with pytest.raises(ArgumentError, match=uneven) as caught, te.autocast(enabled=True, recipe=RECIPES[recipe]()):
+        run(module, (128, 0, 20), hidden=HIDDEN)
+    assert "cuBLAS: unsupported dimensions" in str(caught.value) and isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_failure_over_columns_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    te_on_cpu.unfused(monkeypatch, grouped=False)
+    module = make_mlp(experts=EXPERTS, hidden=40, ffn=FFN, dtype=torch.bfloat16)
+    Fails(monkeypatch, at_call=1)
+    wrong = pytest.raises(ArgumentError, match="in_features=40 is no multiple of 16")
+    with wrong, te.autocast(enabled=True, recipe=RECIPES["fp8-block"]()):
+        run(module, SPLITS, hidden=40)
+
+
+@pytest.mark.parametrize("at_call", [1, 3], ids=["forward", "backward"])
+def test_failure_over_something_else_passes_as_it_is(monkeypatch: pytest.MonkeyPatch, at_call: int) -> None:
+    te_on_cpu.unfused(monkeypatch, grouped=False)
+    for recipe in ("mxfp8", None):
+        module = mlp()
+        Fails(monkeypatch, at_call=at_call)
+        quantized = te.autocast(enabled=recipe is not None, recipe=RECIPES[recipe or "mxfp8"]())
+        with pytest.raises(RuntimeError, match=r"^cuBLAS: unsupported dimensions$"), quantized:
+            run(module, SPLITS if recipe else (128, 0, 20), hidden=HIDDEN)

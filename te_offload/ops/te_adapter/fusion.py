@@ -21,7 +21,7 @@ from transformer_engine.pytorch.ops._common import (
 from transformer_engine.pytorch.ops.basic import grouped_linear as te_grouped_linear
 from transformer_engine.pytorch.ops.fused import grouped_mlp as te_grouped_mlp
 from transformer_engine.pytorch.ops.fuser import OperationFuser
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor import GroupedTensor
 
@@ -85,8 +85,17 @@ def accumulates_into_main_grad(weight: torch.nn.Parameter) -> bool:
 
 def takes_grouped_path(dtype: torch.dtype) -> bool:
     """Whether Transformer Engine's unfused GroupedLinear takes the grouped path here, under the current recipe."""
-    recipe = FP8GlobalStateManager.get_fp8_recipe() if quantization_enabled() else None
-    return bool(te_grouped_linear.is_op_fuser_grouped_tensor_path_supported(recipe, dtype))
+    return bool(te_grouped_linear.is_op_fuser_grouped_tensor_path_supported(active_recipe(), dtype))
+
+
+def active_recipe() -> Any:
+    """The recipe under which ops are called now; ``None``: nothing is quantized."""
+    return FP8GlobalStateManager.get_fp8_recipe() if quantization_enabled() else None
+
+
+def shape_multiples(recipe: Any) -> tuple[int, int]:
+    """Of what an expert's tokens, and of what columns, must be multiples under a recipe."""
+    return int(get_align_size_for_quantization(recipe)), 32 if recipe.mxfp8() else 16
 
 
 def grouped_path_supported(recipe: Any, dtype: torch.dtype) -> bool:
