@@ -1,9 +1,9 @@
 """Transformer Engine's fused grouped MLP for Blackwell, with the marks and slots of te_offload.
 
 In: windows with at least one op of `te_offload.ops`. Out: the same fused kernels, and marks on what they save. Keeps
-true: kernels, saved layout and gradients are Transformer Engine's own; windows of plain `te.ops` are left to it. Does
-not: run anywhere but on compute capability 10.x. Both ops have been run with their kernels replaced, in MXFP8
-(tests/layouts); neither has run on such a card.
+true: kernels, saved layout and gradients are Transformer Engine's own, less the rows that no backward reads in NVFP4;
+windows of plain `te.ops` are left to it. Does not: run anywhere but on compute capability 10.x. Both ops have been run
+with their kernels replaced, in MXFP8 and NVFP4 (tests/layouts); neither has run on such a card.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class _DeclaresSlots:
         ]
         with te_adapter.OffloadSwitch(on=False):
             result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
+        te_adapter.drop_unread_rows(self.basic_ops, basic_op_ctxs, self.grouped_gemm_wgrad_kernel())  # type: ignore[attr-defined]
         declare_slots(self.basic_ops, basic_op_ctxs, te_adapter.read_fused)
         calls_of(self.basic_ops[0]).fused += 1
         return result

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 import transformer_engine.pytorch.ops.fused.grouped_mlp as te_grouped_mlp
+from transformer_engine.common.recipe import NVFP4BlockScaling
 
 from te_offload import Fate, OffloadSession, Reason, SlotName, ops
 from te_offload.fused.blackwell import BlackwellGLUGroupedMLP
@@ -22,6 +23,7 @@ from tests.layouts.test_fused_layout import (
     TOKENS,
     buffers_seen,
     forward_ops,
+    nvfp4_by_column,
     step,
 )
 from tests.layouts.test_unfused_layouts import listen, marked
@@ -110,3 +112,20 @@ def test_split_sizes_beyond_the_rows_are_cut_and_told_while_a_graph_is_captured(
     assert list(check.overflows().values()) == [TOKENS // 2]
     exempt = [tensor.tolist() for tensor in listener.saved[0].exempt if tensor.dtype is sizes.dtype]
     assert [TOKENS // 2, TOKENS // 2] in exempt and sizes.tolist() not in exempt
+
+
+def test_nvfp4_slots_have_the_columns_alone(
+    gated: Callable[..., te.ops.Sequential], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = buffers_seen(monkeypatch, BlackwellGLUGroupedMLP)
+    module = gated()
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        step(module, NVFP4BlockScaling())
+    assert forward_ops(module) == [BlackwellGLUGroupedMLP]
+    for before, after in zip(*seen, strict=True):
+        assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+    assert [(row.fate, row.format, row.nbytes) for row in session.records[-1].slots] == [
+        (Fate.OFFLOADED, "NVFP4 by column", nvfp4_by_column(HIDDEN)),
+        (Fate.OFFLOADED, "bf16", 2 * TOKENS * FFN * 2),
+        (Fate.OFFLOADED, "NVFP4 by column", nvfp4_by_column(FFN)),
+    ]

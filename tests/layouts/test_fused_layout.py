@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Format, MXFP8BlockScaling
+from transformer_engine.common.recipe import DelayedScaling, Format, MXFP8BlockScaling, NVFP4BlockScaling
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 from transformer_engine.pytorch.ops.op import OperationContext
 
@@ -248,3 +248,38 @@ def test_op_that_stands_apart_computes_as_by_itself(monkeypatch: pytest.MonkeyPa
         assert_same_bits(expected, run(other, SPLITS, hidden=HIDDEN))
     assert blackwell.Apart in forward_ops(other)
     assert [row.fate for row in session.records[-1].slots] == [Fate.OFFLOADED] * 3
+
+
+def nvfp4_by_column(columns: int) -> int:
+    """Half a byte a number, a byte of scale for each 16 tokens of a column, an amax an expert, which stays."""
+    return sum(size * columns // 2 + columns * size // 16 for size in SPLITS)
+
+
+def test_nvfp4_slots_have_the_columns_alone_and_come_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    te_on_cpu.fused(monkeypatch)
+    seen = buffers_seen(monkeypatch, BlackwellUnaryGroupedMLP)
+    module = mlp()
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        step(module, NVFP4BlockScaling())
+    assert forward_ops(module) == [BlackwellUnaryGroupedMLP]
+    assert len(seen) == 2 and len(seen[0]) == len(seen[1]) > 10
+    for before, after in zip(*seen, strict=True):
+        assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+    assert [(row.slot, row.fate, row.format, row.nbytes) for row in session.records[-1].slots] == [
+        (SlotName.FC1_INPUT, Fate.OFFLOADED, "NVFP4 by column", nvfp4_by_column(HIDDEN)),
+        (SlotName.ACT_INPUT, Fate.OFFLOADED, "bf16", TOKENS * FFN * 2),
+        (SlotName.FC2_INPUT, Fate.OFFLOADED, "NVFP4 by column", nvfp4_by_column(FFN)),
+    ]
+
+
+def test_nvfp4_keeps_both_directions_where_no_kernel_reads_the_columns_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    te_on_cpu.fused(monkeypatch)
+    monkeypatch.setattr(BlackwellUnaryGroupedMLP, "grouped_gemm_wgrad_kernel", classmethod(lambda cls: None))
+    module = mlp()
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        step(module, NVFP4BlockScaling())
+    assert [row.format for row in session.records[-1].slots] == [
+        "NVFP4 by row and column",
+        "bf16",
+        "NVFP4 by row and column",
+    ]

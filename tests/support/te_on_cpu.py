@@ -27,7 +27,13 @@ import transformer_engine.pytorch.utils as te_utils
 import transformer_engine_torch as tex
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.ops.fuser import OperationFuser
-from transformer_engine.pytorch.tensor import GroupedTensor, GroupedTensorStorage, MXFP8Quantizer, MXFP8TensorStorage
+from transformer_engine.pytorch.tensor import (
+    GroupedTensor,
+    GroupedTensorStorage,
+    MXFP8Quantizer,
+    MXFP8TensorStorage,
+    NVFP4Quantizer,
+)
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
 from te_offload.fused.blackwell import BlackwellGLUGroupedMLP, BlackwellUnaryGroupedMLP
@@ -245,7 +251,10 @@ def mxfp8_quantize(quantizer: Any, x: torch.Tensor) -> MXFP8TensorStorage:
     return MXFP8TensorStorage.__tensor_unflatten__(buffers, metadata, tuple(x.shape), None)
 
 
-def mxfp8_group_quantize(x: torch.Tensor, quantizer: Any, num: int, first_dims: Any, tensor_offsets: Any = None) -> Any:
+def fused_group_quantize(x: torch.Tensor, quantizer: Any, num: int, first_dims: Any, tensor_offsets: Any = None) -> Any:
+    """MXFP8 bytes that depend on nothing; NVFP4 for real."""
+    if isinstance(quantizer, NVFP4Quantizer):
+        return group_quantize(x, quantizer, num, first_dims, tensor_offsets)
     rows, columns = x.shape
     scales = -(-rows // 128) * -(-columns // 128) * 512
     kind = GroupedTensorStorage if quantizer.internal else GroupedTensor
@@ -265,16 +274,20 @@ def mxfp8_group_quantize(x: torch.Tensor, quantizer: Any, num: int, first_dims: 
     )
 
 
-def _glu_kernel(a_tensor: Any = None, n: Any = None, b_tensor: Any = None, **_: Any) -> dict[str, torch.Tensor]:
-    return _activation_kernel(a_tensor, n, b_tensor, gates=2)
+def _glu_kernel(
+    a_tensor: Any = None, n: Any = None, b_tensor: Any = None, d_dtype: Any = None, **_: Any
+) -> dict[str, torch.Tensor]:
+    return _activation_kernel(a_tensor, n, b_tensor, d_dtype, gates=2)
 
 
 def _activation_kernel(
-    a_tensor: Any = None, n: Any = None, b_tensor: Any = None, gates: int = 1, **_: Any
+    a_tensor: Any = None, n: Any = None, b_tensor: Any = None, d_dtype: Any = None, gates: int = 1, **_: Any
 ) -> dict[str, torch.Tensor]:
     rows, columns = a_tensor.shape[0], n if n is not None else b_tensor.shape[0]
     pre = torch.linspace(-1, 1, rows * columns, dtype=torch.bfloat16).view(rows, columns, 1)
     columns //= gates
+    if d_dtype is torch.bfloat16:  # NVFP4, quantized afterwards
+        return {"c_tensor": pre, "d_tensor": pre[:, :columns].contiguous()}
     return {
         "c_tensor": pre,
         "d_tensor": _fp8_bytes(rows, columns),
@@ -285,9 +298,20 @@ def _activation_kernel(
 
 
 def _dactivation_kernel(
-    a_tensor: Any = None, c_tensor: Any = None, dprob_tensor: Any = None, use_dsrelu_reuse: bool = False, **_: Any
+    a_tensor: Any = None,
+    c_tensor: Any = None,
+    dprob_tensor: Any = None,
+    use_dsrelu_reuse: bool = False,
+    d_dtype: Any = None,
+    **_: Any,
 ) -> dict[str, torch.Tensor | None]:
     rows, columns = a_tensor.shape[0], c_tensor.shape[1]
+    if d_dtype is torch.bfloat16:
+        return {
+            "d_row_tensor": torch.linspace(-1, 1, rows * columns, dtype=torch.bfloat16).view(rows, columns, 1),
+            "dprob_tensor": dprob_tensor,
+            "dbias_tensor": None,
+        }
     return {
         "d_row_tensor": _fp8_bytes(rows, columns),
         "sfd_row_tensor": _scale_factors(rows, columns),
@@ -312,7 +336,7 @@ def fused(monkeypatch: pytest.MonkeyPatch, *, rebuilds_fc2_input: bool = False) 
     """Make the Blackwell fused op selectable here, with its kernels replaced."""
     unfused(monkeypatch, grouped=True)
     monkeypatch.setattr(
-        te_grouped_linear, "tex", Tex(splits_to_offsets_multi=splits_to_offsets, group_quantize=mxfp8_group_quantize)
+        te_grouped_linear, "tex", Tex(splits_to_offsets_multi=splits_to_offsets, group_quantize=fused_group_quantize)
     )
     packed = SimpleNamespace(
         swizzle_scales_and_pack_ptrs_for_discrete_weights=lambda d, s, m, device: (
@@ -323,25 +347,28 @@ def fused(monkeypatch: pytest.MonkeyPatch, *, rebuilds_fc2_input: bool = False) 
     )
     kernels = Tex(
         splits_to_offsets_multi=splits_to_offsets,
-        group_quantize=mxfp8_group_quantize,
-        bgrad_group_quantize=lambda x, *a, **k: (mxfp8_group_quantize(x, *a, **k), torch.zeros(2, x.shape[1])),
+        group_quantize=fused_group_quantize,
+        bgrad_group_quantize=lambda x, *a, **k: (fused_group_quantize(x, *a, **k), torch.zeros(2, x.shape[1])),
         grouped_mlp_experimental=packed,
         grouped_swizzle_for_gemm=lambda *a, **k: None,
         copy_data_ptrs_to_device=lambda tensors, device: torch.zeros(len(tensors)),
     )
     monkeypatch.setattr(te_grouped_mlp, "tex", kernels)
+    monkeypatch.setattr(te_grouped_mlp, "general_grouped_gemm_for_grouped_tensor", grouped_gemm)
+    monkeypatch.setattr(te_grouped_mlp, "_cudnn_frontend_supports_grouped_gemm_srelu_hadamard", lambda: False)
     monkeypatch.setattr(MXFP8Quantizer, "quantize_impl", mxfp8_quantize)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *a: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (10, 0))
     replaced: dict[str, Any] = {
         "is_supported": True,
+        "grouped_gemm_act_hadamard_kernel": None,
         "grouped_gemm_dactivation_kernel": _dactivation_kernel,
         "grouped_gemm_quant_kernel": _fill_zero("d_tensor"),
         "grouped_gemm_wgrad_kernel": _fill_zero("wgrad_tensor"),
     }
     for kind, activation in ((BlackwellUnaryGroupedMLP, _activation_kernel), (BlackwellGLUGroupedMLP, _glu_kernel)):
         for name, value in (replaced | {"grouped_gemm_activation_kernel": activation}).items():
-            monkeypatch.setattr(kind, name, classmethod(lambda cls, value=value: value))
+            monkeypatch.setattr(kind, name, classmethod(lambda cls, value=value: value), raising=False)
     monkeypatch.setattr(te_grouped_mlp, "_grouped_gemm_dsrelu_backward_supported", lambda: rebuilds_fc2_input)
     monkeypatch.setattr(te_grouped_mlp, "_nvidia_cudnn_frontend_supports_wgrad", lambda: True)
     monkeypatch.setattr(te_grouped_mlp, "_cudnn_frontend_supports_grouped_gemm_srelu_tanh", lambda: False)

@@ -44,6 +44,7 @@ from te_offload.ops.te_adapter.fusion import (
 from te_offload.ops.te_adapter.layouts import (
     RELEASES,
     Release,
+    drop_unread_rows,
     installed_version,
     read_activation,
     read_fused,
@@ -80,6 +81,7 @@ __all__ = [
     "buffers_of",
     "cublaslt_version",
     "dims_reason",
+    "drop_unread_rows",
     "dummy_grads",
     "forget_fusions",
     "fuse_windows",

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from transformer_engine.pytorch.ops.op import OperationContext
+from transformer_engine.pytorch.tensor import GroupedTensorStorage, NVFP4Quantizer
 
 from te_offload.errors import UnknownLayoutError, UnsupportedReleaseError
 from te_offload.ops.te_adapter.carry import (
@@ -287,6 +288,28 @@ def restore_act_input(
     if getattr(ctx, "te_offload_act_input", False):
         data, inverse, scales = ctx.saved_tensors
         ctx.saved_tensors = (dequantize(data, inverse, ctx.dtype), scales)
+
+
+def drop_unread_rows(basic_ops: Sequence[Any], ctxs: Sequence[OperationContext], wgrad_kernel: Any) -> None:
+    """Let go of what of the inputs no backward of the Blackwell fused op reads: in NVFP4 Transformer Engine saves both
+    directions, for GEMMs that take a whole grouped tensor; its own wgrad kernel reads columns (`_cudnn_compute_wgrad`).
+
+    Args:
+        basic_ops, ctxs: the three ops and their contexts, after a forward.
+        wgrad_kernel: the one that the backward will use; ``None``: it has none, and all stays.
+    """
+    saved = ctxs[0].to_save
+    if saved is None or wgrad_kernel is None or basic_ops[0].num_groups == 1:  # a single expert has GEMMs of its own
+        return
+    weights1, weights2 = _num_weights(basic_ops[0]), _num_weights(basic_ops[2])
+    at_fc2_input = len(saved) - weights2 - 1
+    if at_fc2_input < weights1 + 3:  # a layout that `read_fused` will refuse
+        return
+    for entry in (saved[at_fc2_input - 3 - weights1], saved[at_fc2_input]):
+        if not isinstance(entry, GroupedTensorStorage) or not isinstance(entry.quantizer, NVFP4Quantizer):
+            continue
+        if entry.columnwise_data is not None and entry.columnwise_amax is not None:
+            entry.rowwise_data = entry.scale_inv = entry.amax = None
 
 
 def read_fused(basic_ops: Sequence[Any], ctxs: Sequence[OperationContext], *, take: bool = False) -> Layout | None:
