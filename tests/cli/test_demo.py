@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
 import transformer_engine.pytorch as te
 from typer.testing import CliRunner
 
@@ -100,14 +101,15 @@ def test_recipe_that_a_gpu_cannot_run_is_refused_with_the_reason(monkeypatch: py
         choose_recipe("mxfp8", torch.device("cuda"))
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"])
 def test_demo_in_a_recipe_moves_quantized_slots_and_keeps_every_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     """With Transformer Engine's kernels replaced; the CPU has none."""
     te_on_cpu.unfused(monkeypatch, grouped=False)
     monkeypatch.setattr("te_offload.cli.demo.choose_recipe", lambda name, device: RECIPES[name])
-    status, text = invoke("--out", str(tmp_path), "--recipe", recipe, "--min-bytes", "0")
+    with torch._dynamo.config.patch(disable=True):  # with which Transformer Engine updates delayed scales
+        status, text = invoke("--out", str(tmp_path), "--recipe", recipe, "--min-bytes", "0")
     assert status == 0, text
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["recipe"] == recipe and report["bytes_out"] == report["bytes_back"] > 0

@@ -28,6 +28,7 @@ import transformer_engine_torch as tex
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 from transformer_engine.pytorch.tensor import (
+    Float8Quantizer,
     GroupedTensor,
     GroupedTensorStorage,
     MXFP8Quantizer,
@@ -58,9 +59,14 @@ class Tex:
 
 def _to_fp8(x: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = FP8[DType.cast(quantizer.dtype)]
-    amax = x.abs().max().float() if x.numel() else torch.tensor(0.0)
-    scale = torch.finfo(dtype).max / amax.clamp(min=1e-12)
-    return (x.float() * scale).to(dtype).view(torch.uint8), (1 / scale).reshape(1)
+    most = torch.finfo(dtype).max
+    amax = x.detach().abs().max().float() if x.numel() else torch.tensor(0.0)
+    if isinstance(quantizer, Float8Quantizer):  # delayed scaling: the scale is of steps before
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+        scale = quantizer.scale
+    else:
+        scale = most / amax.clamp(min=1e-12)
+    return (x.float() * scale).clamp(-most, most).to(dtype).view(torch.uint8), (1 / scale).reshape(1)
 
 
 def quantize(quantizer: Any, x: torch.Tensor) -> Float8TensorStorage:
@@ -211,6 +217,7 @@ def unfused(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> Bulk:
     )
     monkeypatch.setattr(te_activation, "tex", srelu)
     monkeypatch.setattr(te_float8.Float8CurrentScalingQuantizer, "quantize_impl", quantize)
+    monkeypatch.setattr(Float8Quantizer, "quantize_impl", quantize)
     for kind in block_formats.QUANTIZERS:
         monkeypatch.setattr(kind, "quantize_impl", block_formats.quantize)
     return bulk
@@ -221,6 +228,13 @@ def _autocast_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(te_quantization, support, (True, ""))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # where NVFP4's quantizer makes a matrix
+    make_state = te_quantization.DelayedScalingRecipeState.__init__
+    monkeypatch.setattr(
+        te_quantization.DelayedScalingRecipeState,
+        "__init__",
+        lambda self, recipe, **kw: make_state(self, recipe, **{**kw, "device": torch.device("cpu")}),
+    )
+    monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")  # Transformer Engine's own update of scales, in torch
     for module in (te_utils, te_float8_storage, te_mxfp8_storage, te_blockwise_storage, te_nvfp4_storage):
         monkeypatch.setattr(module, "_empty_tensor", lambda: torch.Tensor())
     for module in (te_float8_storage, te_float8):
