@@ -23,39 +23,28 @@ class Recipe:
 
     Attributes:
         make: Transformer Engine's; ``None``: nothing is quantized.
-        available: whether the GPU here can run it, and why not.
+        check: name of Transformer Engine's function that says whether the GPU here can run it, and why not.
         rows: of which an expert's number of tokens must be a multiple. (FP8 GEMMs take multiples of 16. For formats whose
             scales belong to blocks of tokens it is 128, which their fused kernels ask too.)
     """
 
     make: Callable[[], Any] | None = None
-    available: Callable[[], tuple[bool, str]] = lambda: (True, "")
+    check: str = ""
     rows: int = 1
 
-
-def _fp8() -> tuple[bool, str]:
-    return te.is_fp8_available(return_reason=True)  # type: ignore[no-any-return]
-
-
-def _fp8_block() -> tuple[bool, str]:
-    return te.is_fp8_block_scaling_available(return_reason=True)  # type: ignore[no-any-return]
-
-
-def _mxfp8() -> tuple[bool, str]:
-    return te.is_mxfp8_available(return_reason=True)  # type: ignore[no-any-return]
-
-
-def _nvfp4() -> tuple[bool, str]:
-    return te.is_nvfp4_available(return_reason=True)  # type: ignore[no-any-return]
+    def available(self) -> tuple[bool, str]:
+        """Whether the GPU here can run it, and if not, why."""
+        found: tuple[bool, str] = getattr(te, self.check)(return_reason=True) if self.check else (True, "")
+        return found
 
 
 RECIPES: dict[str, Recipe] = {
     "none": Recipe(),
-    "fp8": Recipe(te_recipe.Float8CurrentScaling, _fp8, 16),
-    "fp8-delayed": Recipe(te_recipe.DelayedScaling, _fp8, 16),
-    "fp8-block": Recipe(te_recipe.Float8BlockScaling, _fp8_block, 128),
-    "mxfp8": Recipe(te_recipe.MXFP8BlockScaling, _mxfp8, 128),
-    "nvfp4": Recipe(te_recipe.NVFP4BlockScaling, _nvfp4, 128),
+    "fp8": Recipe(te_recipe.Float8CurrentScaling, "is_fp8_available", 16),
+    "fp8-delayed": Recipe(te_recipe.DelayedScaling, "is_fp8_available", 16),
+    "fp8-block": Recipe(te_recipe.Float8BlockScaling, "is_fp8_block_scaling_available", 128),
+    "mxfp8": Recipe(te_recipe.MXFP8BlockScaling, "is_mxfp8_available", 128),
+    "nvfp4": Recipe(te_recipe.NVFP4BlockScaling, "is_nvfp4_available", 128),
 }
 
 

@@ -2,7 +2,7 @@
 
 In: an input in bf16, fp16 or fp32. Out: E4M3 numbers and one scale a row in one allocation, and the input again, rounded.
 Keeps true: nothing of the forward changes; scales are powers of two, so that only the rounding to E4M3's three bits of
-mantissa loses anything (at most 2**-4 of a number, unless it is 2**-14 of its row's largest or less). Does not: decide
+mantissa loses anything (at most 2**-4 of a number, unless it is less than 2**-13 of its row's largest). Does not: decide
 when; it is off unless an op says ``act_input_dtype``.
 """
 

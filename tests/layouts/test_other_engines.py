@@ -26,14 +26,14 @@ def marks(tensors: Any) -> set[bool]:
 @FORMATS
 @pytest.mark.parametrize("keep", [None, *SLOTS])
 def test_v1_context_takes_the_slots_that_may_go_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, grouped: bool, fp8: bool, keep: str | None
+    monkeypatch: pytest.MonkeyPatch, grouped: bool, recipe: str, keep: str | None
 ) -> None:
     te_on_cpu.unfused(monkeypatch, grouped=grouped)
     monkeypatch.setattr(cpu_offload, "NVTE_CPU_OFFLOAD_V1", True)
     monkeypatch.setattr(cpu_offload_v1, "CPUOffloadEnabled", True)
     module = mlp(keep=[keep] if keep else [])
     listener = listen(module)
-    step(module, fp8)
+    step(module, recipe)
     for name, saved in zip(SLOTS, listener.saved, strict=True):
         if name == keep:
             assert marks(saved.buffers) == {False}  # v1 reads its own marks and no other
@@ -100,7 +100,7 @@ def test_weights_pass_no_hook_and_come_back_the_very_objects(monkeypatch: pytest
 
     monkeypatch.setattr(te_adapter, "bring_carried", watch)
     with OffloadSession(module, min_bytes=0) as session, session.step():
-        step(module, False)
+        step(module)
     weights = {id(parameter) for parameter in module.parameters()}
     assert {id(entry) for entry in seen} == weights
 

@@ -10,6 +10,7 @@ dtype in which it has no memory, and a copy of it would be made in high precisio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ _QUANTIZERS = {
 }
 
 
+@functools.cache  # asked in each forward
 def is_wrapper(kind: type[Any]) -> bool:
     """Whether entries of a type are wrappers, and no parameters."""
     return (
