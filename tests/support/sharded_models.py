@@ -10,11 +10,11 @@ rows. On the CPU the backend of captures runs functions again, and collectives a
 
 from __future__ import annotations
 
-import gc
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,56 +154,89 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def join(rank: int, ranks: int, device: str, file: str) -> DeviceMesh:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
+    return init_device_mesh(device, (ranks,))
+
+
 def work(rank: int, ranks: int, device: str, file: str, what: list[str]) -> None:
     """One rank."""
-    on_gpu = device == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    large = {}
+    mesh = join(rank, ranks, device, file)
     for one in what:
-        memory = compare(rank, device, init_device_mesh(device, (ranks,)), *one.split("-"))
-        if memory and memory["with"] > (1 + GROWTH) * memory["without"] + SLACK:
-            large[one] = memory
+        compare(rank, device, mesh, *one.split("-"))
     dist.destroy_process_group()
-    assert not large, f"graphs hold too much, in bytes: {large}"
 
 
-def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) -> dict[str, int]:
-    """With graphs, and without: the memory of each, on a GPU."""
+def hold(rank: int, ranks: int, file: str, one: str, way: str) -> None:
+    """One rank of a run for memory alone: in a process of its own, since what ran before leaves segments half used."""
+    mesh = join(rank, ranks, "cuda", file)
+    backend = CudagraphBackend()
+    sharding, kind = one.split("-")
+    model = make(sharding, kind, "cuda", mesh, HIDDEN_ON_GPU)
+    compiled: Any = torch.compile(model, backend=backend if way == "with" else "aot_eager")
+    for number, x in enumerate(batches_of(rank, sharding, kind, "cuda")):
+        if number == STEPS // 2:  # warmed up, and captured
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        model.zero_grad()
+        compiled(x).square().mean().backward()
+    torch.cuda.synchronize()
+    if rank == 0:
+        Path(f"{file}-bytes").write_text(str(torch.cuda.max_memory_reserved()))
+    backend.close()
+    dist.destroy_process_group()
+
+
+def check_memory(ranks: int, file: str, what: list[str]) -> None:
+    """That graphs take little more than the same trace without."""
+    large = []
+    for one in what:
+        held = {}
+        for way in ("without", "with"):
+            meeting = f"{file}-{one}-{way}"
+            torch.multiprocessing.spawn(hold, (ranks, meeting, one, way), ranks)  # type: ignore[no-untyped-call, attr-defined]
+            held[way] = int(Path(f"{meeting}-bytes").read_text())
+        print(
+            f"{one.replace('-', ' ')}: memory {held['without'] >> 20} MiB without, {held['with'] >> 20} MiB with graphs"
+        )
+        if held["with"] > (1 + GROWTH) * held["without"] + SLACK:
+            large.append(one)
+    assert not large, f"graphs hold too much: {large}"
+
+
+def batches_of(rank: int, sharding: str, kind: str, device: str) -> list[torch.Tensor]:
+    """Of each step; ranks that share their parameters by tensor parallelism have the same."""
+    random = torch.Generator().manual_seed(rank if sharding == "fsdp" else 0)
+    length, hidden = (LENGTH_ON_GPU, HIDDEN_ON_GPU) if device == "cuda" else (8, HIDDEN)
+    if kind == "titan":
+        return [torch.randint(TITAN_WORDS, (2, length), generator=random).to(device) for _ in range(STEPS)]
+    return [torch.randn(2, length, hidden, generator=random).to(device) for _ in range(STEPS)]
+
+
+def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) -> None:
+    """With graphs, and without."""
     on_gpu = device == "cuda"
     hidden = HIDDEN_ON_GPU if on_gpu else HIDDEN
     make_backend = None if on_gpu else lambda _: FakeBackend()
-    _clean(on_gpu)  # so that nothing small comes to lie in what is cached
-    memory: dict[str, int] = {}
-    random = torch.Generator().manual_seed(rank if sharding == "fsdp" else 0)
-    length = LENGTH_ON_GPU if on_gpu else 8
-    batches = [torch.randn(2, length, hidden, generator=random).to(device) for _ in range(STEPS)]
-    if kind == "titan":
-        batches = [torch.randint(TITAN_WORDS, (2, x.shape[1]), generator=random).to(device) for x in batches]
+    batches = batches_of(rank, sharding, kind, device)
     steps: dict[str, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
     for name in ("without", "with"):
         backend = CudagraphBackend(make_backend=make_backend)
-        _clean(on_gpu)
-        before = torch.cuda.memory_reserved() if on_gpu else 0
+        torch._dynamo.reset()
         model = make(sharding, kind, device, mesh, hidden)
         compiled: Any = torch.compile(model, backend=backend if name == "with" else "aot_eager")
         steps[name] = []
-        for number, x in enumerate(batches):
-            if on_gpu and number == STEPS // 2:  # warmed up, and captured
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+        for x in batches:
             model.zero_grad()
             loss = compiled(x).square().mean()
             loss.backward()
             grads = [local(one.grad) for one in model.parameters() if one.grad is not None]
             steps[name].append((loss.detach().to("cpu", copy=True), [one.to("cpu", copy=True) for one in grads]))
             del loss, grads
-        if on_gpu:
-            torch.cuda.synchronize()
-            memory[name] = torch.cuda.max_memory_reserved() - before
-        del model, compiled
     for number, (one, other) in enumerate(zip(steps["without"], steps["with"], strict=True)):
         assert torch.equal(one[0], other[0]), f"loss of step {number}"
         assert len(one[1]) == len(other[1]) > 10
@@ -230,19 +263,8 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
         backend = CudagraphBackend()
         times = _milliseconds(lambda: make(sharding, kind, device, mesh, hidden), backend, batches)
         if rank == 0:
-            print(f"{sharding} {kind}: {times['without']:.3f} ms without, {times['with']:.3f} ms with graphs;", end=" ")
-            print(f"memory {memory['without'] >> 20} MiB without, {memory['with'] >> 20} MiB with graphs, of rank 0")
+            print(f"{sharding} {kind}: {times['without']:.3f} ms without, {times['with']:.3f} ms with graphs")
         backend.close()
-    return memory
-
-
-def _clean(on_gpu: bool) -> None:
-    """Give up what models before have compiled, and their memory."""
-    torch._dynamo.reset()
-    gc.collect()
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
 
 
 def _milliseconds(
@@ -293,3 +315,5 @@ if __name__ == "__main__":
     count, kind_of_device, place = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     arguments = count, kind_of_device, place, sys.argv[4:]
     torch.multiprocessing.spawn(work, arguments, count)  # type: ignore[no-untyped-call, attr-defined]
+    if kind_of_device == "cuda":
+        check_memory(count, place, sys.argv[4:])
