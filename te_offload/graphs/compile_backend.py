@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from te_offload.graphs.backend import Backend
 from te_offload.graphs.fx_pass import GraphedModule, cudagraph_pass
@@ -50,15 +50,12 @@ class CudagraphBackend:
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one graph of Dynamo's."""
         forward: list[GraphedModule] = []
-        primals: list[Any] = []
         handovers: list[Handover] = []
 
         def compile_forward(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             metadata = torch._guards.TracingContext.get().fw_metadata
             assert metadata is not None
             static = [number for number in metadata.static_input_indices if number < len(inputs)]
-            nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-            primals[:] = [node.meta.get("val") if n in static else None for n, node in enumerate(nodes)]
             returned = metadata.num_forward
             outputs = len(_outputs(graph))
             device = next((one.device for one in inputs if isinstance(one, torch.Tensor)), torch.device("cpu"))
@@ -80,7 +77,6 @@ class CudagraphBackend:
             names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
             saved = [number for number, name in enumerate(names) if not name.startswith("tangents")]
             in_place = _in_place(forward[0], names)
-            lay_out_gradients(graph, primals)
             graphed = cudagraph_pass(
                 graph,
                 inputs,
@@ -92,6 +88,7 @@ class CudagraphBackend:
             self.backwards[self.forwards.index(forward[0])] = graphed
             return _boxed(graphed)
 
+        lay_out_gradients(module)
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=self._partition
         )(module, list(example_inputs))
@@ -113,31 +110,31 @@ class CudagraphBackend:
                 graphed.close()
 
 
-def lay_out_gradients(backward: GraphModule, primals: Sequence[Any]) -> None:
-    """Have the graph return gradients as contiguous as their parameters are.
+def lay_out_gradients(module: GraphModule) -> None:
+    """Have parameters get gradients that are as contiguous as they are.
 
     Autograd would copy the others for ``param.grad``, outside the graph, whose own memory for them then is of no use. What
-    else has a gradient is left alone: what comes before it may compute otherwise from another layout.
+    else has a gradient is left alone: what comes before it may compute otherwise from another layout. A hook in what
+    Dynamo traced does it, so that a DTensor's wrapper learns of the layout too.
 
     Args:
-        backward: its first outputs are the gradients of ``primals``, or ``None``.
-        primals: example values of parameters; ``None`` for other inputs.
+        module: what Dynamo traced, changed in place.
     """
-    output = next(node for node in backward.graph.nodes if node.op == "output")
-    gradients = list(output.args[0])
-    for number, (node, primal) in enumerate(zip(gradients, primals, strict=False)):
-        found = node.meta.get("val") if isinstance(node, Node) else None
-        if not isinstance(found, torch.Tensor) or not isinstance(primal, torch.Tensor) or found.shape != primal.shape:
-            continue
-        if primal.is_contiguous() and not found.is_contiguous():
-            with backward.graph.inserting_before(output):
-                copy = backward.graph.call_function(
-                    torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-                )
-            copy.meta = {"val": torch.empty_like(found, memory_format=torch.contiguous_format)}
-            gradients[number] = copy
-    output.args = (tuple(gradients),)
-    backward.recompile()
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in inputs:
+        if _is_contiguous_parameter(node.meta.get("example_value")):
+            with module.graph.inserting_after(inputs[-1]):
+                module.graph.call_function(_lay_out_gradient, (node,))
+    module.recompile()
+
+
+def _is_contiguous_parameter(found: Any) -> bool:
+    return isinstance(found, torch.nn.Parameter) and found.requires_grad and found.is_contiguous()
+
+
+def _lay_out_gradient(parameter: torch.Tensor) -> None:
+    if parameter.requires_grad:
+        parameter.register_hook(torch.Tensor.contiguous)
 
 
 def _boxed(graphed: GraphedModule) -> Callable[..., Any]:

@@ -237,6 +237,10 @@ def compare(rank: int, device: str, mesh: DeviceMesh, sharding: str, kind: str) 
             grads = [local(one.grad) for one in model.parameters() if one.grad is not None]
             steps[name].append((loss.detach().to("cpu", copy=True), [one.to("cpu", copy=True) for one in grads]))
             del loss, grads
+        if name == "with":
+            assert not _elsewhere(model, backend), (
+                "autograd copied gradients, whose memory in the graph is of no use then"
+            )
     for number, (one, other) in enumerate(zip(steps["without"], steps["with"], strict=True)):
         assert torch.equal(one[0], other[0]), f"loss of step {number}"
         assert len(one[1]) == len(other[1]) > 10
@@ -288,6 +292,24 @@ def _milliseconds(
             torch.cuda.synchronize()
             found[name].append(1e3 * (time.perf_counter() - began) / len(batches))
     return {name: statistics.median(all_of[2:]) for name, all_of in found.items()}  # two to warm up and capture
+
+
+def _elsewhere(model: torch.nn.Module, backend: CudagraphBackend) -> list[str]:
+    """Parameters whose gradients are not what the graphs returned."""
+    returned = {
+        one.untyped_storage().data_ptr()
+        for graphed in backend.backwards
+        if graphed is not None
+        for capture in graphed.captures
+        if capture is not None
+        for one in capture._graph._outputs
+        if isinstance(one, torch.Tensor)
+    }
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and local(parameter.grad).untyped_storage().data_ptr() not in returned
+    ]
 
 
 def _moving(backend: CudagraphBackend) -> list[int]:
