@@ -280,7 +280,7 @@ def test_captures_that_share_a_pool_work_in_the_same_memory() -> None:
         wide = x.repeat(nbytes // x.nbytes)
         return (wide * 2).sum() + (wide * 3).sum()
 
-    held = []
+    held, segments = [], []
     for shared in (True, False):
         gc.collect()
         torch.cuda.empty_cache()
@@ -289,12 +289,20 @@ def test_captures_that_share_a_pool_work_in_the_same_memory() -> None:
         captures = [capture(sums, [x], warmup=1, pool=pool if shared else None) for _ in range(3)]
         for _ in range(2):
             assert [float(one(x) + 0) for one in captures] == [5 * nbytes / 4] * 3
+        assert [one.reason for one in captures] == [None] * 3
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         held.append(torch.cuda.memory_reserved() - before)
+        segments.append(
+            sorted(
+                (segment["total_size"] >> 20, segment["segment_pool_id"], segment["stream"], segment["allocated_size"])
+                for segment in torch.cuda.memory_snapshot()
+                if segment["total_size"] > nbytes // 2
+            )
+        )
         for one in captures:
             one.close()
-    assert held[0] < 0.5 * held[1], held
+    assert held[0] < 0.5 * held[1], (held, segments)
 
 
 def test_close_gives_the_memory_back() -> None:

@@ -100,3 +100,51 @@ class Kernels(Protocol):
         self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gradients by biases, (N, columns of dy) in dy's dtype, and by their scales, (T,), where there are any."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How tensors of experts get their scales, one an expert.
+
+    Attributes:
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        epsilon, power_of_two: of scales that are made from the numbers at hand (current scaling).
+        given, kept: (N,) float32, of delayed scaling: the scales, and where magnitudes are kept for the next ones.
+    """
+
+    dtype: torch.dtype
+    epsilon: float = 0.0
+    power_of_two: bool = False
+    given: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """FP8 numbers of rows, as they lie, with tokens side by side, or both.
+
+    Attributes:
+        rows: (T, columns). columns: (columns, P); each expert's tokens begin at a multiple of 128, with zeros between.
+        scales: (T,) float32, of each row. inverses: (N,) float32, one over an expert's scale.
+        factors: (T,) float32, of each row the inverse times that of the weight which it meets.
+    """
+
+    rows: torch.Tensor | None
+    columns: torch.Tensor | None
+    scales: torch.Tensor
+    inverses: torch.Tensor
+    factors: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """FP8 numbers of all experts' weights.
+
+    Attributes:
+        rows, columns: as `prepare` makes them, of (rows, columns) and of (columns, rows) each.
+        inverses: (N,) float32.
+    """
+
+    rows: Any
+    columns: Any
+    inverses: torch.Tensor

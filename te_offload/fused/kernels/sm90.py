@@ -12,40 +12,17 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from quack.cute_dsl_utils import get_max_active_clusters
-from quack.gemm_runtime.host import GemmEpiPlan, build_gemm_epi_plan, run_gemm_epi_plan
 from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
 from te_offload.fused.kernels import sm90_compile, sm90_device
 from te_offload.fused.kernels.experts import Experts, ExpertsCache
 from te_offload.fused.kernels.interface import SquaredReLU, Tensors
 from te_offload.fused.kernels.progress import said_if_slow
-
-_COMPILING = "Compiling a kernel of the fused grouped MLP for Hopper; it is kept on disk"
-
-
-class Tile(NamedTuple):
-    """How a GEMM is cut: rows and columns of a tile, tiles of a cluster each way, whether two warp groups take turns."""
-
-    rows: int
-    columns: int
-    cluster_rows: int = 2
-    cluster_columns: int = 1
-    pingpong: bool = False
-
-    def parts(self, columns: int) -> int:
-        """Tiles side by side that cover so many columns."""
-        return -(-columns // self.columns)
-
-    def padded(self, rows: int | None, columns: int) -> int:
-        """What a result of so many rows and columns takes in whole clusters of tiles; rows ``None``: of one row."""
-        return (1 if rows is None else _up(rows, self.rows * self.cluster_rows)) * _up(
-            columns, self.columns * self.cluster_columns
-        )
-
+from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile
 
 Tiles = Sequence[tuple[Tile, float]]
 
@@ -98,7 +75,6 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
 _NARROW = 8  # columns; the fewest that TMA takes
 _NARROW_TILE = Tile(128, 128, pingpong=True)
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
-_SWIZZLE = 8  # tiles side by side that are computed one after the other, for the L2 cache
 
 
 @functools.cache
@@ -113,10 +89,6 @@ def tile_for(product: str, regime: Regime, rows: int | None, columns: int) -> Ti
     """
     tiles = _TILES.get((product, regime)) or _TILES[product, Regime.USUAL]
     return min(tiles, key=lambda entry: entry[0].padded(rows, columns) * entry[1])[0]
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 def _tile(product: str, weights: Experts, out: torch.Tensor) -> Tile:
@@ -134,7 +106,7 @@ class Sm90Kernels:
     def __init__(self, activation: SquaredReLU) -> None:
         self._activation = activation
         self._experts = ExpertsCache()
-        self._plans: dict[Any, GemmEpiPlan] = {}
+        self._launch = Launches()
         self._functions: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: Any) -> Sm90Kernels:
@@ -238,12 +210,12 @@ class Sm90Kernels:
         found = self._functions.get(key)
         if found is None:
             cluster = tile.cluster_rows, tile.cluster_columns
-            with said_if_slow(f"{_COMPILING}: {kernel.__name__}"):
+            with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
                 function = sm90_compile.compiled_wgrad(
-                    kernel.__name__, dy.dtype, grads.dtype, (tile.rows, tile.columns), cluster, tile.pingpong
+                    kernel.__name__, (dy.dtype, x.dtype), grads.dtype, (tile.rows, tile.columns), cluster, tile.pingpong
                 )
             clusters = get_max_active_clusters(cluster[0] * cluster[1])
-            found = self._functions[key] = function, make_scheduler_args(clusters, _SWIZZLE, None)
+            found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)
         function, schedule = found
         values = kernel.EpilogueArguments(**{sm90_device.TABLE: out.table})
         function(dy.mT, x.mT, grads, None, values, schedule, make_varlen_args(None, offsets, None), None, None)
@@ -282,55 +254,6 @@ class Sm90Kernels:
         key = name, dtype, sizes_dtype
         function = self._functions.get(key)
         if function is None:
-            with said_if_slow(f"{_COMPILING}: {name}"):
+            with said_if_slow(f"{COMPILING}: {name}"):
                 function = self._functions[key] = sm90_compile.compiled_rows(name, dtype, sizes_dtype)
         return function
-
-    def _launch(
-        self,
-        kernel: type[Any],
-        tile: Tile,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        d: torch.Tensor,
-        c: torch.Tensor | None,
-        values: dict[str, Any],
-        offsets: torch.Tensor,
-        *,
-        transposed: bool = False,
-    ) -> None:
-        """Launch ``d = epilogue(a @ b.T, c)``, or ``a @ b`` if transposed; a kernel is compiled, or found on disk, when it
-        is first needed.
-        """
-        if not a.shape[0]:
-            return
-        key = (
-            kernel,
-            tile,
-            a.dtype,
-            d.dtype,
-            transposed,
-            tuple([getattr(v, "dtype", None) for v in values.values()]),
-        )
-        plan = self._plans.get(key)
-        if plan is None:
-            with said_if_slow(f"{_COMPILING}: {kernel.__name__}"):
-                plan = self._plans[key] = build_gemm_epi_plan(
-                    kernel,
-                    sm90_compile.CAPABILITY,
-                    a,
-                    b,
-                    d,
-                    c,
-                    epi_values=values,
-                    tile_M=tile.rows,
-                    tile_N=tile.columns,
-                    cluster_M=tile.cluster_rows,
-                    cluster_N=tile.cluster_columns,
-                    pingpong=tile.pingpong,
-                    max_swizzle_size=_SWIZZLE,
-                    varlen_m=True,
-                    b_kn=transposed,
-                    post_init_attrs=(("te_offload_source", sm90_compile.source_key()),),
-                )
-        run_gemm_epi_plan(plan, a, b, d, c, values, cu_seqlens_m=offsets)

@@ -25,7 +25,7 @@ from quack.gemm_tvm_ffi_utils import (
     make_fake_varlen_args,
 )
 
-from te_offload.fused.kernels import rows_device, sm90_device
+from te_offload.fused.kernels import rows_device, sm90_device, sm90_fp8_device
 
 CAPABILITY = (9, 0)
 
@@ -33,41 +33,49 @@ CAPABILITY = (9, 0)
 @functools.cache
 def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
-    sources = [inspect.getsource(module) for module in (sm90_device, rows_device, sys.modules[__name__])]
+    modules = sm90_device, sm90_fp8_device, rows_device, sys.modules[__name__]
+    sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
 
 
 def compiled_wgrad(
     name: str,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     out_dtype: torch.dtype,
     tile: tuple[int, int],
     cluster: tuple[int, int],
     pingpong: bool,
 ) -> Any:
-    """The wgrad kernel ``name`` of `sm90_device`.
+    """The wgrad kernel ``name`` of `sm90_device`, or of `sm90_fp8_device` for operands of 8 bits.
+
+    Args:
+        dtypes: of A and B.
 
     Returns:
-        A function of A (rows, T) and B (columns, T), each with stride 1 along its first dimension, D (J, rows, columns),
-        ``None``, the epilogue's, the scheduler's and the varlen arguments, and twice ``None``.
+        A function of A (rows, T) and B (columns, T), each with stride 1 along its first dimension, or along its second one
+        for 8 bits, D (J, rows, columns), ``None``, the epilogue's, the scheduler's and the varlen arguments, and twice
+        ``None``.
     """
-    return _compile_expert_wgrad(
-        name, torch2cute_dtype_map[dtype], torch2cute_dtype_map[out_dtype], tile, cluster, pingpong, source_key()
-    )
+    a, b = [torch2cute_dtype_map[dtype] for dtype in dtypes]
+    return _compile_expert_wgrad(name, a, b, torch2cute_dtype_map[out_dtype], tile, cluster, pingpong, source_key())
 
 
 @jit_cache  # type: ignore[untyped-decorator]
 def _compile_expert_wgrad(
-    name: str, dtype: Any, out_dtype: Any, tile: Any, cluster: Any, pingpong: bool, _source: str
+    name: str, a_dtype: Any, b_dtype: Any, out_dtype: Any, tile: Any, cluster: Any, pingpong: bool, _source: str
 ) -> Any:
-    kernel = getattr(sm90_device, name)
-    a, b, d, c, _, _, k, experts = make_fake_gemm_tensors(
-        dtype, dtype, out_dtype, None, "m", "n", "n", None, varlen_k=True
+    is_fp8 = a_dtype.width == 8
+    kernel = getattr(sm90_fp8_device if is_fp8 else sm90_device, name)
+    majors = ("k", "k") if is_fp8 else ("m", "n")
+    a, b, d, c, _, columns, k, experts = make_fake_gemm_tensors(
+        a_dtype, b_dtype, out_dtype, None, *majors, "n", None, varlen_k=True
     )
-    table = make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)
+    values = {sm90_device.TABLE: make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)}
+    if is_fp8:
+        values["factor"] = make_fake_tensor(Float32, (cute.sym_int(), columns), leading_dim=1, divisibility=4)
     return compile_gemm_kernel(
         kernel,
-        dtype,
+        a_dtype,
         tile,
         (*cluster, 1),
         pingpong,
@@ -79,7 +87,7 @@ def _compile_expert_wgrad(
         b,
         d,
         c,
-        kernel.EpilogueArguments(**{sm90_device.TABLE: table}),
+        kernel.EpilogueArguments(**values),
         make_fake_scheduler_args(False, False, experts),
         make_fake_varlen_args(False, True, False, k),
     )

@@ -88,10 +88,11 @@ class _TableArgument(EpiOp):  # type: ignore[misc]
         return {self.name: getattr(args, self.name)}
 
 
-class _ExpertRow(RowVecLoad):  # type: ignore[misc]
+class ExpertRow(RowVecLoad):  # type: ignore[misc]
     """A row of (N, columns) an expert; QuACK's own takes N for the J of the weights."""
 
     def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+        """QuACK's."""
         dtype, _ = key
         return make_fake_tensor(dtype, (cute.sym_int(), fctx.n), leading_dim=1, divisibility=4)
 
@@ -106,22 +107,25 @@ class _TableFound:
         super()._setup_attributes(epilogue_args)  # type: ignore[misc]
 
 
-class _WeightsByTable(_TableFound):
+class WeightsByTable(_TableFound):
     """Operand B goes through the table."""
 
     def make_tma_load_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """QuACK's."""
         *first, weights = super().make_tma_load_atoms_and_tensors(*args, **kwargs)  # type: ignore[misc]
         return (*first, ByExpert(weights, self._table))
 
 
-class _GradsByTable(_TableFound):
+class GradsByTable(_TableFound):
     """D goes through the table."""
 
     def make_tma_epilogue_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """QuACK's."""
         atom, grads, *rest = super().make_tma_epilogue_atoms_and_tensors(*args, **kwargs)  # type: ignore[misc]
         return (atom, ByExpert(grads, self._table), *rest)
 
     def get_scheduler_arguments(self, a: Any, b: Any, d: Any, *args: Any, **kwargs: Any) -> Any:
+        """QuACK's."""
         # without D, the number of experts is taken from the offsets: D's own counts multiples of a step
         return super().get_scheduler_arguments(a, b, None, *args, **kwargs)  # type: ignore[misc]
 
@@ -129,7 +133,7 @@ class _GradsByTable(_TableFound):
 _SPLIT_K = ("split_k_semaphore", "split_k_workspace")  # which QuACK's mixin asks for
 
 
-def _kernel(
+def make_kernel(
     name: str,
     epilogue: Callable[..., dict[str, Any]],
     *,
@@ -137,8 +141,10 @@ def _kernel(
     operands: Sequence[tuple[str, str]] = (),
     outputs: Sequence[str] = (),
     sinks: Sequence[str] = (),
-    by_table: type[Any] = _WeightsByTable,
+    by_table: type[Any] = WeightsByTable,
     adds: bool = False,
+    mixins: Sequence[type[Any]] = (),
+    module: str = __name__,
 ) -> type[Any]:
     """A kernel class of this module, under its own name: QuACK's compile cache finds it by that.
 
@@ -146,6 +152,7 @@ def _kernel(
         name: the class's. epilogue: a function of the accumulator and the operands, element by element.
         ops: load and store the operands and outputs. operands: names and kinds. outputs, sinks: names of what the epilogue
             returns beside ``D``. by_table: which operand goes through the table. adds: ``D`` is added to what is there.
+        mixins: before all others. module: where the class is to be found.
     """
     every = (*ops, _TableArgument(TABLE))
     fields = [(op.name, op.arg_spec_type()) for op in every] + [(field, _OPTIONAL_TENSOR) for field in _SPLIT_K]
@@ -155,9 +162,9 @@ def _kernel(
     arguments.add_to_output = adds  # type: ignore[attr-defined]
     return type(
         name,
-        (by_table, _EpiModMixinBase, GemmSm90),
+        (*mixins, by_table, _EpiModMixinBase, GemmSm90),
         {
-            "__module__": __name__,
+            "__module__": module,
             "__qualname__": name,
             "_epi_ops": every,
             "_epi_mod_fn": staticmethod(epilogue),
@@ -170,7 +177,7 @@ def _kernel(
     )
 
 
-def _squared_relu(x: Any, clamp: Any, inverse: Any) -> tuple[Any, Any]:
+def squared_relu(x: Any, clamp: Any, inverse: Any) -> tuple[Any, Any]:
     """``relu(x)``, or ``clamp * tanh(relu(x) / clamp)``, squared; and its derivative."""
     relu = cute.arch.fmax(x, 0.0)
     if clamp is None:
@@ -184,7 +191,7 @@ def _squared_relu(x: Any, clamp: Any, inverse: Any) -> tuple[Any, Any]:
 def _fc1(dtype: Any) -> Callable[..., dict[str, Any]]:
     def epilogue(acc: Any, scale: Any, bias: Any = None, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
         act_input = acc if bias is None else acc + bias
-        square, _ = _squared_relu(act_input.to(dtype).to(Float32), clamp, inverse)
+        square, _ = squared_relu(act_input.to(dtype).to(Float32), clamp, inverse)
         return {"D": act_input, "fc2_input": square * scale}
 
     return epilogue
@@ -197,25 +204,25 @@ def _fc2(acc: Any, bias: Any = None, scale: Any = None) -> dict[str, Any]:
 
 
 def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
-    square, slope = _squared_relu(c, clamp, inverse)
+    square, slope = squared_relu(c, clamp, inverse)
     return {"D": acc * scale * slope, "fc2_input": square * scale, "dscale": (square, acc)}
 
 
 _EXP2_OF_MINUS_TWO = -2.0 * math.log2(math.e)
 _FC2_INPUT = TileStore("fc2_input")
-_SCALE, _BIAS = ColVecLoad("scale"), _ExpertRow("bias")
+_SCALE, _BIAS = ColVecLoad("scale"), ExpertRow("bias")
 _COLUMN, _ROW = ("scale", "col"), ("bias", "row")
 _CLAMP = Scalar("clamp"), Scalar("inverse")
 _NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
 _DSCALE = ColVecReduce("dscale", scaled=True)
 
-PlainGemm = _kernel("PlainGemm", _fc2)
-BiasGemm = _kernel("BiasGemm", _fc2, ops=(_BIAS,), operands=(_ROW,))
-ScaledBiasGemm = _kernel("ScaledBiasGemm", _fc2, ops=(_BIAS, _SCALE), operands=(_ROW, _COLUMN))
+PlainGemm = make_kernel("PlainGemm", _fc2)
+BiasGemm = make_kernel("BiasGemm", _fc2, ops=(_BIAS,), operands=(_ROW,))
+ScaledBiasGemm = make_kernel("ScaledBiasGemm", _fc2, ops=(_BIAS, _SCALE), operands=(_ROW, _COLUMN))
 """``D = A @ w``, plus a bias an expert, times a scale a row: FC2, and the dgrad of FC1."""
 
-WgradGemm = _kernel("WgradGemm", _fc2, by_table=_GradsByTable)
-AddingWgradGemm = _kernel("AddingWgradGemm", _fc2, by_table=_GradsByTable, adds=True)
+WgradGemm = make_kernel("WgradGemm", _fc2, by_table=GradsByTable)
+AddingWgradGemm = make_kernel("AddingWgradGemm", _fc2, by_table=GradsByTable, adds=True)
 """``D_i (+)= A_i @ B_i.T``, the experts' parts of A and B lying side by side along K: a weight's gradient."""
 
 
@@ -230,7 +237,7 @@ for _dtype_name, _dtype in (("BF16", BFloat16), ("FP16", Float16)):
     for _with_bias in (False, True):
         for _with_tanh in (False, True):
             _name = fc1_name(_dtype_name, bias=_with_bias, tanh=_with_tanh)
-            globals()[_name] = _kernel(
+            globals()[_name] = make_kernel(
                 _name,
                 _fc1(_dtype),
                 ops=(*((_BIAS,) if _with_bias else ()), _SCALE, *(_CLAMP if _with_tanh else ()), _FC2_INPUT),
@@ -238,7 +245,7 @@ for _dtype_name, _dtype in (("BF16", BFloat16), ("FP16", Float16)):
                 outputs=("fc2_input",),
             )
 
-DSReLUGemm = _kernel(
+DSReLUGemm = make_kernel(
     "DSReLUGemm",
     _dact,
     ops=(_SCALE, _FC2_INPUT, _DSCALE),
@@ -246,7 +253,7 @@ DSReLUGemm = _kernel(
     outputs=("fc2_input",),
     sinks=("dscale",),
 )
-DTanhSReLUGemm = _kernel(
+DTanhSReLUGemm = make_kernel(
     "DTanhSReLUGemm",
     _dact,
     ops=(_SCALE, *_CLAMP, _FC2_INPUT, _DSCALE),

@@ -1,0 +1,206 @@
+"""FP8 on a GPU: scales and numbers of rows and of weights, made where they are by the kernels of `fp8_device`.
+
+In: rows of bf16 or fp16, or FP8 rows; offsets of experts on the GPU. Out: `QuantizedRows`, `QuantizedWeights`. Keeps true:
+no number reaches the host; scales and numbers are Transformer Engine's. Does not: multiply. Needs triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from te_offload.fused.kernels import fp8_device
+from te_offload.fused.kernels.experts import Experts
+from te_offload.fused.kernels.interface import QuantizedRows, QuantizedWeights, Scaling, SquaredReLU
+
+BLOCK = fp8_device.BLOCK
+_SCALE_BLOCK = 1024
+_ROWS, _COLUMNS = 8, 512  # of a step of the search for the largest magnitude
+
+
+def padded_tokens(tokens: int, experts: int) -> int:
+    """P: columns enough for so many tokens of so many experts, however they are split."""
+    return (tokens // BLOCK + experts) * BLOCK
+
+
+def quantize(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    scaling: Scaling,
+    *,
+    weights: torch.Tensor | None = None,
+    magnitudes: torch.Tensor | None = None,
+    activation: tuple[SquaredReLU, torch.Tensor] | None = None,
+    by_row: bool = True,
+    by_column: bool = False,
+) -> QuantizedRows:
+    """Rows in FP8, each expert's with a scale of its own.
+
+    Args:
+        x: (T, C), T not zero. offsets: (N + 1,) int32.
+        weights: (N,) inverse scales of the weights that they meet, for ``factors``.
+        magnitudes: (T, parts), the largest ones in parts of each row, before they were rounded to x's dtype; ``None``: they
+            are looked for.
+        activation: and router scales (T,): the numbers are what the activation makes of x.
+        by_row, by_column: what is returned.
+    """
+    tokens, experts = x.shape[0], offsets.shape[0] - 1
+    rounds = magnitudes is not None
+    if magnitudes is None:
+        magnitudes = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+        grid = (triton.cdiv(tokens, _ROWS),)
+        fp8_device.row_magnitudes[grid](x, offsets, magnitudes, experts, x.shape[1], _ROWS, _COLUMNS)
+    inverses, scales, factors = _scales(magnitudes, offsets, scaling, weights, rounds=rounds, rows=tokens)
+    rows, columns = _numbers(x, offsets, scales, scaling.dtype, activation, by_row=by_row, by_column=by_column)
+    return QuantizedRows(rows, columns, scales, inverses, factors)
+
+
+def turn(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    activation: tuple[SquaredReLU, torch.Tensor, torch.Tensor, torch.dtype] | None = None,
+) -> torch.Tensor:
+    """Columns (C, P) of what was quantized before.
+
+    Args:
+        x: (T, C) in FP8; or the activation's input, with ``activation``: that, router scales (T,), the scale of each row
+            (T,), and the dtype of the numbers.
+    """
+    if activation is None:
+        return _required(_numbers(x, offsets, None, x.dtype, None, by_row=False, by_column=True)[1])
+    function, router, scales, dtype = activation
+    return _required(_numbers(x, offsets, scales, dtype, (function, router), by_row=False, by_column=True)[1])
+
+
+def padded_offsets(offsets: torch.Tensor) -> torch.Tensor:
+    """Where each expert's tokens begin and the last one's end in columns: (N + 1,) int32."""
+    out = torch.empty_like(offsets)
+    experts = offsets.shape[0] - 1
+    fp8_device.padded_offsets[(1,)](offsets, out, experts, triton.next_power_of_2(experts), BLOCK)
+    return out
+
+
+def factors_of(one: torch.Tensor, other: torch.Tensor, columns: int) -> torch.Tensor:
+    """``one[expert] * other[expert]``, in so many columns: (N, columns)."""
+    out = torch.empty(one.shape[0], columns, dtype=torch.float32, device=one.device)
+    fp8_device.expert_factors[(one.shape[0],)](one, other, out, columns, _SCALE_BLOCK)
+    return out
+
+
+def quantize_weights(weights: Experts, scaling: Scaling) -> QuantizedWeights:
+    """All experts' weights in FP8, as they lie and the other way round."""
+    count, (rows, columns), device = weights.table.shape[0], weights.view.shape[1:], weights.view.device
+    parts, stride = triton.cdiv(rows, BLOCK), weights.view.stride(0)
+    magnitudes = torch.empty(count, parts, dtype=torch.float32, device=device)
+    fp8_device.weight_magnitudes[(count, parts)](
+        weights.view, weights.table, stride, magnitudes, rows, columns, parts, BLOCK
+    )
+    each = torch.arange(count + 1, dtype=torch.int32, device=device)
+    inverses, scales, _ = _scales(magnitudes, each, scaling, None, rounds=False, rows=count)
+    by_row = torch.empty(count, rows, columns, dtype=scaling.dtype, device=device)
+    by_column = torch.empty(count, columns, rows, dtype=scaling.dtype, device=device)
+    fp8_device.quantize_weights[(count, parts, triton.cdiv(columns, BLOCK))](
+        weights.view,
+        weights.table,
+        stride,
+        scales,
+        by_row.view(torch.uint8),
+        by_column.view(torch.uint8),
+        rows,
+        columns,
+        scaling.dtype is torch.float8_e5m2,
+        BLOCK,
+        num_warps=8,
+    )
+    table = each[:-1]
+    return QuantizedWeights(Experts(by_row, table), Experts(by_column, table), inverses)
+
+
+def _scales(
+    magnitudes: torch.Tensor,
+    offsets: torch.Tensor,
+    scaling: Scaling,
+    weights: torch.Tensor | None,
+    *,
+    rounds: bool,
+    rows: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Inverse scales (N,), the scale of each row, and ``factors``."""
+    experts = offsets.shape[0] - 1
+
+    def empty(size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.float32, device=offsets.device)
+
+    inverses, scales = empty(experts), empty(rows)
+    factors = None if weights is None else empty(rows)
+    fp8_device.expert_scales[(experts,)](
+        magnitudes,
+        magnitudes.shape[1],
+        offsets,
+        torch.finfo(scaling.dtype).max,
+        scaling.epsilon,
+        weights,
+        inverses,
+        scales,
+        factors,
+        scaling.given,
+        scaling.kept,
+        0 if scaling.given is None else scaling.given.stride(0),
+        scaling.power_of_two,
+        rounds,
+        scaling.given is not None,
+        factors is not None,
+        _SCALE_BLOCK,
+    )
+    return inverses, scales, factors
+
+
+def _numbers(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    scales: torch.Tensor | None,
+    dtype: torch.dtype,
+    activation: tuple[SquaredReLU, torch.Tensor] | None,
+    *,
+    by_row: bool,
+    by_column: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    (tokens, columns), experts = x.shape, offsets.shape[0] - 1
+    padded = padded_tokens(tokens, experts)
+    rows = torch.empty(tokens, columns, dtype=dtype, device=x.device) if by_row else None
+    turned = torch.empty(columns, padded, dtype=dtype, device=x.device) if by_column else None
+    function, router = activation if activation is not None else (SquaredReLU(), None)
+    kind = fp8_device.BF16 if activation is None else fp8_device.ACTIVATION
+    fp8_device.quantize_tokens[(padded // BLOCK, triton.cdiv(columns, BLOCK))](
+        x.view(torch.uint8) if scales is None else x,
+        router,
+        scales,
+        offsets,
+        _bytes(rows),
+        _bytes(turned),
+        experts,
+        columns,
+        padded,
+        1.0 if function.clamp is None else function.clamp,
+        fp8_device.FP8 if scales is None else kind,
+        function.clamp is not None,
+        dtype is torch.float8_e5m2,
+        by_row,
+        by_column,
+        triton.next_power_of_2(experts),
+        BLOCK,
+        num_warps=8,
+    )
+    return rows, turned
+
+
+def _bytes(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else tensor.view(torch.uint8)
+
+
+def _required(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor

@@ -1,0 +1,118 @@
+"""Hopper's grouped FP8 GEMMs, as classes of QuACK's GEMM in CuTe DSL; see `sm90_device`.
+
+In: nothing when imported. Out: kernel classes, which `sm90_fp8` compiles and launches. Keeps true: both operands lie along
+K; sums are of float32, or of Hopper's FP8 accumulators alone where that is asked for; a result is multiplied by its
+operands' inverse scales before anything else. Does not: launch, quantize, or choose tiles. Needs quack-kernels.
+
+Hopper's tensor cores add up FP8 products with 14 bits or so. ``Split`` kernels move each sum over a tile's K (128) into
+float32, as cuBLAS does for ``use_split_accumulator``; the others leave it to the tensor cores until the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cutlass import BFloat16, Float16, Float32
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, Scalar
+
+from te_offload.fused.kernels.sm90_device import ExpertRow, GradsByTable, make_kernel, squared_relu
+
+
+class _FastSums:
+    """Mixin before QuACK's GEMM: sums stay in the tensor cores."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, fp8_fast_accum=True)  # type: ignore[call-arg]
+
+
+class _PaddedColumns:
+    """Mixin before QuACK's GEMM: each expert's part of K begins at a multiple of a tile and ends with zeros, so that no
+    tile holds two experts' numbers; QuACK's own way would need steps of one element, which TMA has not for 8 bits.
+    """
+
+    def make_tma_load_atoms_and_tensors(
+        self, a: Any, b: Any, a_layout: Any, b_layout: Any, varlen_k: bool, **kwargs: Any
+    ) -> Any:
+        """QuACK's."""
+        return super().make_tma_load_atoms_and_tensors(a, b, a_layout, b_layout, False, **kwargs)  # type: ignore[misc]
+
+
+def _linear(acc: Any, factor: Any, bias: Any = None, scale: Any = None) -> dict[str, Any]:
+    found = acc * factor
+    if bias is None:
+        return {"D": found}
+    return {"D": found + bias if scale is None else found + bias * scale}
+
+
+def _fc1(dtype: Any) -> Callable[..., dict[str, Any]]:
+    def epilogue(
+        acc: Any, factor: Any, scale: Any, bias: Any = None, clamp: Any = None, inverse: Any = None
+    ) -> dict[str, Any]:
+        act_input = acc * factor if bias is None else acc * factor + bias
+        square, _ = squared_relu(act_input.to(dtype).to(Float32), clamp, inverse)
+        return {"D": act_input, "magnitude": square * scale}
+
+    return epilogue
+
+
+def _dact(acc: Any, c: Any, factor: Any, scale: Any, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
+    square, slope = squared_relu(c, clamp, inverse)
+    grad = acc * factor
+    dact_input = grad * scale * slope
+    return {"D": dact_input, "dscale": (square, grad), "magnitude": dact_input}
+
+
+_FACTOR, _SCALE, _BIAS = ColVecLoad("factor"), ColVecLoad("scale"), ExpertRow("bias")
+_CLAMP = Scalar("clamp"), Scalar("inverse")
+_NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
+_MAGNITUDE, _DSCALE = ColVecReduce("magnitude", combine="max_abs"), ColVecReduce("dscale", scaled=True)
+_COLUMNS, _ROW = (("factor", "col"), ("scale", "col")), ("bias", "row")
+
+
+def _make(name: str, *args: Any, **kwargs: Any) -> None:
+    globals()[name] = make_kernel(name, *args, **kwargs, module=__name__)
+
+
+for _fast in (False, True):
+    _mixins = (_FastSums,) if _fast else ()
+    _way = "Fast" if _fast else "Split"
+    _make(f"{_way}Gemm", _linear, ops=(_FACTOR,), operands=_COLUMNS[:1], mixins=_mixins)
+    _make(f"{_way}BiasGemm", _linear, ops=(_BIAS, _FACTOR), operands=(_ROW, *_COLUMNS[:1]), mixins=_mixins)
+    _make(f"{_way}ScaledBiasGemm", _linear, ops=(_BIAS, _FACTOR, _SCALE), operands=(_ROW, *_COLUMNS), mixins=_mixins)
+    for _adds in (False, True):
+        _make(
+            f"{_way}{'Adding' if _adds else ''}WgradGemm",
+            _linear,
+            ops=(ExpertRow("factor"),),
+            operands=(("factor", "row"),),
+            by_table=GradsByTable,
+            adds=_adds,
+            mixins=(_PaddedColumns, *_mixins),
+        )
+    for _with_tanh in (False, True):
+        _tanh = "Tanh" if _with_tanh else ""
+        for _dtype_name, _dtype in (("BF16", BFloat16), ("FP16", Float16)):
+            for _with_bias in (False, True):
+                _make(
+                    f"{_way}{'Bias' if _with_bias else ''}{_tanh}SReLUGemm{_dtype_name}",
+                    _fc1(_dtype),
+                    ops=(
+                        *((_BIAS,) if _with_bias else ()),
+                        _FACTOR,
+                        _SCALE,
+                        *(_CLAMP if _with_tanh else ()),
+                        _MAGNITUDE,
+                    ),
+                    operands=(*((_ROW,) if _with_bias else ()), *_COLUMNS, *(_NUMBERS if _with_tanh else ())),
+                    sinks=("magnitude",),
+                    mixins=_mixins,
+                )
+        _make(
+            f"{_way}D{_tanh}SReLUGemm",
+            _dact,
+            ops=(_FACTOR, _SCALE, *(_CLAMP if _with_tanh else ()), _DSCALE, _MAGNITUDE),
+            operands=(("c", "c"), *_COLUMNS, *(_NUMBERS if _with_tanh else ())),
+            sinks=("dscale", "magnitude"),
+            mixins=_mixins,
+        )

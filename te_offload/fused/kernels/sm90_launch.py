@@ -1,0 +1,97 @@
+"""Launches of grouped GEMMs by row: how they are cut into tiles, compiled when first needed, and called.
+
+In: kernel classes of `sm90_device` and `sm90_fp8_device`, and tensors. Out: launches on the current stream. Keeps true: no
+number reaches the host. Does not: choose tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from quack.gemm_runtime.host import GemmEpiPlan, build_gemm_epi_plan, run_gemm_epi_plan
+
+from te_offload.fused.kernels import sm90_compile
+from te_offload.fused.kernels.progress import said_if_slow
+
+COMPILING = "Compiling a kernel of the fused grouped MLP for Hopper; it is kept on disk"
+SWIZZLE = 8  # tiles side by side that are computed one after the other, for the L2 cache
+
+
+class Tile(NamedTuple):
+    """How a GEMM is cut: rows and columns of a tile, tiles of a cluster each way, whether two warp groups take turns."""
+
+    rows: int
+    columns: int
+    cluster_rows: int = 2
+    cluster_columns: int = 1
+    pingpong: bool = False
+
+    def parts(self, columns: int) -> int:
+        """Tiles side by side that cover so many columns."""
+        return -(-columns // self.columns)
+
+    def padded(self, rows: int | None, columns: int) -> int:
+        """What a result of so many rows and columns takes in whole clusters of tiles; rows ``None``: of one row."""
+        return (1 if rows is None else up(rows, self.rows * self.cluster_rows)) * up(
+            columns, self.columns * self.cluster_columns
+        )
+
+
+def up(size: int, step: int) -> int:
+    """The next multiple of a step."""
+    return -(-size // step) * step
+
+
+class Launches:
+    """Kernels that have been launched, ready to be launched again."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, GemmEpiPlan] = {}
+
+    def __call__(
+        self,
+        kernel: type[Any],
+        tile: Tile,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        d: torch.Tensor,
+        c: torch.Tensor | None,
+        values: dict[str, Any],
+        offsets: torch.Tensor,
+        *,
+        transposed: bool = False,
+    ) -> None:
+        """Launch ``d = epilogue(a @ b.T, c)``, or ``a @ b`` if transposed; a kernel is compiled, or found on disk, when it
+        is first needed.
+
+        Args:
+            a: (T, K). b: (J, columns, K), or (J, K, columns) if transposed, through the table in ``values``.
+            d, c: (T, columns). offsets: (N + 1,) int32.
+        """
+        if not a.shape[0]:
+            return
+        dtypes = a.dtype, b.dtype, d.dtype, *(getattr(value, "dtype", None) for value in values.values())
+        key = kernel, tile, transposed, dtypes
+        plan = self._plans.get(key)
+        if plan is None:
+            with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
+                plan = self._plans[key] = build_gemm_epi_plan(
+                    kernel,
+                    sm90_compile.CAPABILITY,
+                    a,
+                    b,
+                    d,
+                    c,
+                    epi_values=values,
+                    tile_M=tile.rows,
+                    tile_N=tile.columns,
+                    cluster_M=tile.cluster_rows,
+                    cluster_N=tile.cluster_columns,
+                    pingpong=tile.pingpong,
+                    max_swizzle_size=SWIZZLE,
+                    varlen_m=True,
+                    b_kn=transposed,
+                    post_init_attrs=(("te_offload_source", sm90_compile.source_key()),),
+                )
+        run_gemm_epi_plan(plan, a, b, d, c, values, cu_seqlens_m=offsets)
