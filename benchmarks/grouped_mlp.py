@@ -29,7 +29,7 @@ import transformer_engine.pytorch as te
 
 from te_offload import ops
 from te_offload.fused import hopper
-from te_offload.fused.kernels import sm90
+from te_offload.fused.kernels import sm90, sm90_launch
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.ops import te_adapter
 
@@ -144,7 +144,9 @@ class Case:
         return lambda: [call() for call in calls]
 
 
-def _quack_gemm(a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, tile: sm90.Tile, **offsets: torch.Tensor) -> None:
+def _quack_gemm(
+    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, tile: sm90_launch.Tile, **offsets: torch.Tensor
+) -> None:
     quack.gemm.gemm(
         a,
         b,

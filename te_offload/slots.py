@@ -74,7 +74,8 @@ FORMATS = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float64: "fp64",
-    torch.float8_e4m3fn: "FP8, a scale a row",
+    torch.float8_e4m3fn: "FP8 by row",
+    torch.float8_e5m2: "FP8 by row",
 }
 
 

@@ -3,7 +3,8 @@
 In: windows of GroupedLinear, ScaledSReLU or ScaledTanhSReLU, GroupedLinear with an op of `te_offload.ops`, or asked for.
 Out: the results of the three ops, and their slots: ``fc1_input`` and ``act_input`` are saved, ``fc2_input`` is rebuilt in
 the backward. Keeps true: each slot is declared when it is written and read back just before its first use; what one call
-cannot take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: quantize.
+cannot take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: know how
+FP8 is made (`fp8_pass`).
 
 ``TE_OFFLOAD_FUSED_MLP``, when a Sequential runs first: ``1`` takes windows on Hopper, ``0`` takes none, ``reference`` takes
 them everywhere and computes in torch arithmetic. Unset is ``1`` where the kernels' packages are of the versions tested.
@@ -15,18 +16,21 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, SavedTensorModifiedError
-from te_offload.fused import blackwell, parameters
+from te_offload.fused import blackwell, fp8_pass, parameters
 from te_offload.fused.calls import calls_of
+from te_offload.fused.fp8_pass import Fp8Pass
+from te_offload.fused.grads import bias_grads, weight_grads, wide_scales
 from te_offload.fused.kernels.experts import TMA_BYTES
 from te_offload.fused.kernels.interface import Kernels, SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
+from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
 from te_offload.ops import GroupedLinear, ScaledSReLU, ScaledTanhSReLU, row_check, te_adapter
@@ -53,7 +57,7 @@ def explain(window: Window, recipe: Any = None) -> Support:
     reason = None if mode == "reference" else _machine_reason()
     reason = reason or _structure_reason(window)
     if reason is None and recipe is not None:
-        reason = f"recipe {type(recipe).__name__}: it computes in bf16 and fp16 alone"
+        reason = fp8_pass.structure_reason((("FC1", window.fc1), ("FC2", window.fc2)), recipe)
     return Support(True) if reason is None else Support(False, reason)
 
 
@@ -140,7 +144,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
 
     def __init__(self, basic_ops: Sequence[torch.nn.Module]) -> None:
         super().__init__(basic_ops)
-        self._kernels: dict[bool, Kernels] = {}  # for a GPU, and not: a module may move
+        self._kernels: dict[tuple[bool, bool], Kernels] = {}  # on a GPU or not, for a module may move; in FP8 or not
 
     def support(
         self, ctxs: Sequence[te_adapter.OperationContext], input_: torch.Tensor, extra_inputs: Sequence[Any]
@@ -165,13 +169,17 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         for sizes in (extra_inputs[0][0], extra_inputs[2][0]):
             if sizes.dtype not in (torch.int32, torch.int64):
                 return f"the split sizes are {sizes.dtype}"
-        if te_adapter.quantization_enabled() or te_adapter.is_grouped_tensor(input_):
-            return "it computes on dense tensors of bf16 and fp16 alone"
+        if te_adapter.is_grouped_tensor(input_):
+            return "its input is a GroupedTensor"
+        quantizes = te_adapter.quantization_enabled()
         if len({ctx.requires_grad for ctx in ctxs}) > 1:
             return "a gradient is needed by some of its ops alone"
         dtypes = []
         for op in (fc1, fc2):
-            weight = parameters.dense_weight(op)
+            reason = fp8_pass.call_reason(op) if quantizes else None
+            if reason is not None:
+                return reason
+            weight = _weight_of(op, fp8=quantizes)
             if weight is None:
                 return "weights that are quantized, or no plain tensors"
             dtypes.append(weight.dtype)
@@ -211,7 +219,6 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         fc1, activation, fc2 = self.basic_ops
         ctx1, ctx2, ctx3 = basic_op_ctxs
         extra_inputs = kwargs["basic_op_extra_inputs"]
-        kernels = self._kernels_for(input_)
         reason = self._call_reason(basic_op_ctxs, input_, extra_inputs)
         ctx1.te_offload_fused = reason is None
         calls = calls_of(fc1)
@@ -220,18 +227,19 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             calls.reason = reason
             return self._forward_one_by_one(basic_op_ctxs, input_, **kwargs)
         calls.fused += 1
-        weights1, weights2 = _prepared(kernels, fc1, fc2)
+        quantizes = te_adapter.quantization_enabled()
         splits1, scales, splits2 = extra_inputs[0][0], extra_inputs[1][0], extra_inputs[2][0]
         self._check(input_, splits1, scales, splits2)
         for op, splits in ((fc1, splits1), (fc2, splits2)):  # of which no kernel reads more than there are rows
             row_check.note(op, splits, input_.shape[:-1].numel())
-        weight = parameters.dense_weight(fc1)
+        kernels = self._kernels_for(input_, fp8=quantizes)
+        weight = _weight_of(fc1, fp8=quantizes)
         assert weight is not None
         dtype = weight.dtype
         bias1, bias2 = parameters.bias(fc1, dtype), parameters.bias(fc2, dtype)
         bias_scales = extra_inputs[2][1] if fc2._scale_bias else None
         x = _readable(te_adapter.maybe_dequantize(input_, dtype), fc1.in_features)
-        flat_scales = _wide(scales)
+        flat_scales = wide_scales(scales)
         shape = [*input_.shape[:-1], fc2.out_features]
         buffer = kwargs["basic_op_kwargs"][2].get(te_adapter.GROUPED_LINEAR_OUTPUT_KEY)
         out = te_adapter.validate_or_alloc_output(buffer, shape, dtype, input_.device)
@@ -240,20 +248,33 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         offsets2 = offsets1 if splits2 is splits1 else kernels.offsets(splits2, y)
 
         saves = bool(ctx1.requires_grad)
+        numbers: Fp8Pass | None = None
+        if quantizes:
+            numbers = Fp8Pass(kernels, fc1, fc2, (offsets1, offsets2), flat_scales, backward=saves)
+            x = numbers.quantize_input(x)
         if saves:
+            ctx1.te_offload_fp8 = numbers
             wgrad1, wgrad2 = parameters.first_weight(fc1).requires_grad, parameters.first_weight(fc2).requires_grad
             ctx1.te_offload_versions = parameters.versions(fc1, fc2)
             self._save_linear(fc1, ctx1, (splits1, offsets1), (), x if wgrad1 else None, kwargs, 0)
-        act_input, fc2_input = kernels.fc1(x, weights1, bias1, flat_scales, offsets1)
         ctx1.te_offload_two_splits = offsets2 is not offsets1
-        if offsets2 is not offsets1:  # FC2 may read rows that FC1 did not write
-            kernels.clear(offsets1, act_input)
-            kernels.clear(offsets1, fc2_input)
+        if numbers is not None:
+            act_input = numbers.fc1(bias1, dtype)
+        else:
+            weights1, weights2 = _prepared(kernels, fc1, fc2)
+            act_input, fc2_input = kernels.fc1(x, weights1, bias1, flat_scales, offsets1)
+            if offsets2 is not offsets1:  # FC2 may read rows that FC1 did not write
+                kernels.clear(offsets1, act_input)
+                kernels.clear(offsets1, fc2_input)
         if saves:
             ctx2.to_save = (act_input, scales)
             te_adapter.mark_activations(act_input)
             _declare(activation, te_adapter.read_activation, ctx2)
-        kernels.fc2(fc2_input, weights2, bias2, None if bias_scales is None else _wide(bias_scales), offsets2, y)
+        wide = None if bias_scales is None else wide_scales(bias_scales)
+        if numbers is not None:
+            numbers.fc2(bias2, wide, y)
+        else:
+            kernels.fc2(fc2_input, weights2, bias2, wide, offsets2, y)
         if saves:
             ctx3.te_offload_rebuilt = wgrad2
             more = () if bias_scales is None else (bias_scales,)
@@ -338,78 +359,43 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         act_input, scales = ctx2.saved_tensors
         dtype = act_input.dtype
         dy = _readable(te_adapter.maybe_dequantize(grad_output, dtype), fc2.out_features)
-        kernels = self._kernels_for(dy)
-        weights1, weights2 = _prepared(kernels, fc1, fc2)
-        flat_scales = _wide(scales)
-        dact_input, fc2_input, dscales = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
+        numbers: Fp8Pass | None = ctx1.te_offload_fp8
+        ctx1.te_offload_fp8 = None  # it holds quantized weights, and a second backward is an error
+        kernels = self._kernels_for(dy, fp8=numbers is not None)
+        flat_scales = wide_scales(scales)
+        if numbers is not None:
+            dact_input, dscales = numbers.fc2_dgrad(dy, act_input, flat_scales, wgrad=ctx3.weight_requires_grad)
+            multiply: Callable[[Any, bool], None] = numbers.fc2_wgrad
+        else:
+            weights1, weights2 = _prepared(kernels, fc1, fc2)
+            dact_input, fc2_input, dscales = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
+            multiply = functools.partial(_multiply, kernels, dy, fc2_input, offsets2)
+            del fc2_input
         ctx2.saved_tensors = act_input = None  # the session, or the allocator, may have its memory now
-        grads2 = self._wgrad("FC2", fc2, ctx3, kernels, dy, fc2_input, offsets2)
-        del fc2_input
-        dbias2, dbias_scales = self._bias_grads(fc2, kernels, dy, bias_scales, offsets2)
+        grads2 = weight_grads("FC2", fc2, ctx3, kernels, dy, multiply)
+        del multiply
+        dbias2, dbias_scales = bias_grads(fc2, kernels, dy, bias_scales, offsets2)
 
         te_adapter.bring_carried(fc1, ctx1)
         offsets1, x = ctx1.saved_tensors[1], ctx1.saved_tensors[5]
-        if ctx1.te_offload_two_splits:
+        if ctx1.te_offload_two_splits and numbers is None:
             kernels.clear(offsets2, dact_input)
         shape = [*grad_output.shape[:-1], fc1.in_features]
         grad_input = te_adapter.validate_or_alloc_output(ctx1.dgrad_out, shape, dtype, dy.device)
-        kernels.fc1_dgrad(dact_input, weights1, offsets1, grad_input.view(-1, fc1.in_features))
-        grads1 = self._wgrad("FC1", fc1, ctx1, kernels, dact_input, x, offsets1)
-        dbias1, _ = self._bias_grads(fc1, kernels, dact_input, None, offsets1)
+        dx = grad_input.view(-1, fc1.in_features)
+        if numbers is not None:
+            numbers.fc1_dgrad(dact_input, dx, wgrad=ctx1.weight_requires_grad)
+            multiply = functools.partial(numbers.fc1_wgrad, x)
+        else:
+            kernels.fc1_dgrad(dact_input, weights1, offsets1, dx)
+            multiply = functools.partial(_multiply, kernels, dact_input, x, offsets1)
+        grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply)
+        dbias1, _ = bias_grads(fc1, kernels, dact_input, None, offsets1)
         params = [parameters.in_order(fc1, grads1, dbias1), [], parameters.in_order(fc2, grads2, dbias2)]
         extra: tuple[torch.Tensor | None, ...] = (None,)
         if bias_scales is not None and dbias_scales is not None:
             extra = (None, dbias_scales.reshape(bias_scales.shape).to(bias_scales.dtype))
         return grad_input, params, [(None,), (dscales.reshape(scales.shape).to(scales.dtype),), extra]
-
-    @staticmethod
-    def _bias_grads(
-        op: Any, kernels: Kernels, dy: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        bias = parameters.bias(op, dy.dtype)
-        if bias is None:
-            return None, None
-        return kernels.bias_grads(dy, bias, None if bias_scales is None else _wide(bias_scales), offsets)
-
-    @staticmethod
-    def _wgrad(
-        name: str,
-        op: Any,
-        ctx: te_adapter.OperationContext,
-        kernels: Kernels,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-    ) -> list[torch.Tensor | None]:
-        """Compute the weights' gradients, into ``main_grad`` where asked; one a weight parameter."""
-        weights: Any = parameters.weight_parameters(op)
-        if not ctx.weight_requires_grad:
-            return [None] * len(weights)
-        shape = (op.num_groups, op.out_features, op.in_features)
-        empty = not dy.shape[0]
-        if not op._accumulate_into_main_grad:
-            packed = torch.empty(shape, dtype=dy.dtype, device=dy.device)
-            if empty:
-                packed.zero_()
-            else:
-                kernels.wgrad(dy, x, offsets, kernels.prepare(f"{name}'s gradient", packed), accumulate=False)
-            return [packed] if op.single_grouped_weight else list(packed.unbind(0))
-        accumulate = te_adapter.accumulates_into_main_grad(weights[0])
-        grads: Any = [te_adapter.main_grad_of(weight) for weight in weights]
-        if op.single_grouped_weight:
-            grads = te_adapter.view_main_grad_as_grouped_buffer(grads[0], shape[0], shape[1:], label="weight")
-        else:
-            grads = [grad.view(shape[1:]) for grad in grads]
-        if not empty:
-            try:
-                kernels.wgrad(dy, x, offsets, kernels.prepare(f"{name}'s main_grad", grads), accumulate=accumulate)
-            except ArgumentError:  # where TMA cannot reach it
-                packed = torch.empty(shape, dtype=weights[0].main_grad.dtype, device=dy.device)
-                kernels.wgrad(dy, x, offsets, kernels.prepare(f"{name}'s gradient", packed), accumulate=False)
-                (torch._foreach_add_ if accumulate else torch._foreach_copy_)(list(grads), list(packed.unbind(0)))
-        elif not accumulate:
-            torch._foreach_zero_(list(grads))
-        return te_adapter.dummy_grads(weights)
 
     def _backward_one_by_one(
         self, ctxs: list[te_adapter.OperationContext], grad_output: torch.Tensor, **kwargs: Any
@@ -428,20 +414,40 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             extras.insert(0, next(iter(extra)))
         return dy, grads, extras
 
-    def _kernels_for(self, tensor: torch.Tensor) -> Kernels:
-        kernels = self._kernels.get(tensor.is_cuda)
+    def _kernels_for(self, tensor: torch.Tensor, *, fp8: bool) -> Any:
+        key = tensor.is_cuda, fp8
+        kernels = self._kernels.get(key)
         if kernels is None:
             reference = os.environ.get(SWITCH) == "reference" or not tensor.is_cuda
             activation = SquaredReLU(getattr(self.basic_ops[1], "tanh_clamp_scale", None))
-            kernels = ReferenceKernels(activation) if reference else _sm90_kernels(activation)
-            self._kernels[tensor.is_cuda] = kernels
+            if reference:
+                kernels = (ReferenceFp8Kernels if fp8 else ReferenceKernels)(activation)
+            else:
+                kernels = _sm90_kernels(activation, fp8=fp8)
+            self._kernels[key] = kernels
         return kernels
 
 
-def _sm90_kernels(activation: SquaredReLU) -> Kernels:
+def _sm90_kernels(activation: SquaredReLU, *, fp8: bool) -> Kernels:
+    if fp8:
+        from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels
+
+        return Sm90Fp8Kernels(activation)
     from te_offload.fused.kernels.sm90 import Sm90Kernels
 
     return Sm90Kernels(activation)
+
+
+def _weight_of(op: Any, *, fp8: bool) -> torch.Tensor | None:
+    """A tensor of the weights' dtype and device; ``None`` if they are neither dense nor, where that goes, FP8."""
+    weight = parameters.first_weight(op)
+    return weight if fp8 and te_adapter.is_fp8_weight(weight) else parameters.dense_weight(op)
+
+
+def _multiply(
+    kernels: Kernels, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: Any, accumulate: bool
+) -> None:
+    kernels.wgrad(dy, x, offsets, out, accumulate=accumulate)
 
 
 def _declare(op: torch.nn.Module, read: Any, ctx: te_adapter.OperationContext) -> None:
@@ -459,12 +465,6 @@ def _readable(tensor: torch.Tensor, columns: int) -> torch.Tensor:
     """Rows of so many columns, where TMA can read them."""
     rows = tensor.reshape(-1, columns).contiguous()
     return rows.clone() if rows.data_ptr() % TMA_BYTES else rows
-
-
-def _wide(scales: torch.Tensor) -> torch.Tensor:
-    """Router scales, flat, in float32; in float64 where they are, on the CPU: the kernels read float32."""
-    wider = scales.dtype is torch.float64 and not scales.is_cuda
-    return scales.reshape(-1).to(torch.float64 if wider else torch.float32)
 
 
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:

@@ -53,7 +53,7 @@ def fused_run(module: te.ops.Sequential, splits: Sequence[int], *, extra: int = 
 
 def assert_fused(module: te.ops.Sequential) -> None:
     fused = next(op for op, _ in module._module_groups[0]._forward_ops)
-    assert isinstance(fused, HopperGroupedMLP) and not isinstance(fused._kernels[True], ReferenceKernels)
+    assert isinstance(fused, HopperGroupedMLP) and not isinstance(fused._kernels[True, False], ReferenceKernels)
 
 
 def poison() -> None:

@@ -50,7 +50,7 @@ def test_offloading_changes_no_bit_and_moves_a_byte_a_number(activation: str, dt
     assert_same_bits(expected, found)
     (row,) = [row for row in session.records[-1].slots if row.slot is SlotName.ACT_INPUT]
     columns = FFN if "relu" in activation else 2 * FFN
-    assert row.fate is Fate.OFFLOADED and row.format == "FP8, a scale a row"
+    assert row.fate is Fate.OFFLOADED and row.format == "FP8 by row"
     assert row.nbytes == row.bytes_out == TOKENS * columns + 4 * TOKENS
 
 

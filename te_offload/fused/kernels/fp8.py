@@ -13,7 +13,9 @@ import triton
 
 from te_offload.fused.kernels import fp8_device
 from te_offload.fused.kernels.experts import Experts
-from te_offload.fused.kernels.interface import QuantizedRows, QuantizedWeights, Scaling, SquaredReLU
+from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
+from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.ops.scaling import Scaling
 
 BLOCK = fp8_device.BLOCK
 _SCALE_BLOCK = 1024

@@ -80,14 +80,20 @@ class ReferenceKernels:
         dys = [rows.to(wide) for rows in _rows(dy, offsets)]
         arithmetic.grouped_dgrad(dys, [weight.to(wide) for weight in weights], _used(dfc2_input, offsets))
         self.clear(offsets, dfc2_input)
-        x, factors = act_input.to(wide), scales.to(wide)
-        if self._clamp is None:
-            dact_input, dscales = arithmetic.scaled_dsrelu(dfc2_input, x, factors, need_scales=True)
-        else:
-            dact_input, dscales = arithmetic.scaled_dtanh_srelu(dfc2_input, x, factors, self._clamp, need_scales=True)
-        assert dscales is not None
+        dact_input, dscales = self._dactivate(dfc2_input, act_input.to(wide), scales.to(wide))
         self.clear(offsets, dscales[:, None])
         return dact_input.to(dy.dtype), self._activate(act_input, scales), dscales
+
+    def _dactivate(
+        self, grad: torch.Tensor, x: torch.Tensor, scales: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients by the activation's input and by the router's scales."""
+        if self._clamp is None:
+            dx, dscales = arithmetic.scaled_dsrelu(grad, x, scales, need_scales=True)
+        else:
+            dx, dscales = arithmetic.scaled_dtanh_srelu(grad, x, scales, self._clamp, need_scales=True)
+        assert dscales is not None
+        return dx, dscales
 
     def _activate(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         if self._clamp is None:

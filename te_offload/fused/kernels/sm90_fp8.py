@@ -6,6 +6,8 @@ no split size reaches the host; no weight is copied; two runs give the same bits
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
 from te_offload.fused.kernels import fp8, sm90_compile, sm90_device, sm90_fp8_device
 from te_offload.fused.kernels.experts import Experts
-from te_offload.fused.kernels.interface import QuantizedRows, QuantizedWeights
+from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Tile
+from te_offload.ops.scaling import Scaling
 
 # Measured on an H200 at 64 experts (docs/results/).
 FAST, SPLIT = Tile(128, 208, pingpong=True), Tile(128, 128)
@@ -33,6 +36,57 @@ class Sm90Fp8Kernels(Sm90Kernels):
     def __reduce__(self) -> Any:
         return Sm90Fp8Kernels, (self._activation,)
 
+    def quantize_weights(self, weights: Experts, scaling: Scaling) -> QuantizedWeights:
+        """See `Fp8Kernels.quantize_weights`."""
+        return fp8.quantize_weights(weights, scaling)
+
+    def take_weights(
+        self, name: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor], inverses: torch.Tensor
+    ) -> QuantizedWeights:
+        """See `Fp8Kernels.take_weights`."""
+        turned = self.prepare(f"{name}, the other way round", columns) if columns else None
+        return QuantizedWeights(self.prepare(name, rows), turned, inverses)
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        scaling: Scaling,
+        *,
+        weights: torch.Tensor,
+        magnitudes: torch.Tensor | None = None,
+        router: torch.Tensor | None = None,
+        by_column: bool = False,
+    ) -> QuantizedRows:
+        """See `Fp8Kernels.quantize`."""
+        activation = None if router is None else (self._activation, router)
+        return fp8.quantize(
+            x,
+            offsets,
+            scaling,
+            weights=weights,
+            magnitudes=magnitudes,
+            activation=activation,
+            by_column=by_column,
+        )
+
+    def turn(self, rows: QuantizedRows, offsets: torch.Tensor) -> QuantizedRows:
+        """See `Fp8Kernels.turn`."""
+        assert rows.rows is not None
+        return dataclasses.replace(rows, rows=None, columns=fp8.turn(rows.rows, offsets))
+
+    def rebuild(
+        self,
+        act_input: torch.Tensor,
+        router: torch.Tensor,
+        rows: QuantizedRows,
+        offsets: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> QuantizedRows:
+        """See `Fp8Kernels.rebuild`."""
+        columns = fp8.turn(act_input, offsets, activation=(self._activation, router, rows.scales, dtype))
+        return dataclasses.replace(rows, rows=None, columns=columns)
+
     def fc1_fp8(
         self,
         x: QuantizedRows,
@@ -44,11 +98,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         *,
         fast: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``act_input = x @ w1.T + bias`` (T, F), and magnitudes (T, parts) of what the activation makes of it.
-
-        Args:
-            x: with rows and factors. scales: of the router, (T,). dtype: of act_input.
-        """
+        """See `Fp8Kernels.fc1_fp8`."""
         assert x.rows is not None and x.factors is not None
         tile = FAST if fast else SPLIT
         tokens, columns = x.rows.shape[0], weights.rows.view.shape[1]
@@ -73,7 +123,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         bias_scales: torch.Tensor | None = None,
         fast: bool,
     ) -> None:
-        """``out = x @ w.T + bias * bias_scale``, in the experts' rows alone: FC2, or a dgrad with the weights' columns."""
+        """See `Fp8Kernels.linear_fp8`."""
         assert x.rows is not None and x.factors is not None
         values: dict[str, Any] = {"factor": x.factors}
         name = f"{_way(fast)}Gemm"
@@ -95,7 +145,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         *,
         fast: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient by act_input (T, F), its magnitudes (T, parts), and the gradient by scales (T,) in float32."""
+        """See `Fp8Kernels.fc2_dgrad_fp8`."""
         assert dy.rows is not None and dy.factors is not None
         tile = FAST if fast else SPLIT
         dact_input = torch.empty_like(act_input)
@@ -111,31 +161,27 @@ class Sm90Fp8Kernels(Sm90Kernels):
 
     def wgrad_fp8(
         self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        inverses: tuple[torch.Tensor, torch.Tensor],
-        padded: torch.Tensor,
+        dy: QuantizedRows,
+        x: QuantizedRows,
+        offsets: torch.Tensor,
         out: Experts,
         *,
         accumulate: bool,
         fast: bool,
     ) -> None:
-        """``out_i (+)= dy_i.T @ x_i``; zero for an expert without tokens.
-
-        Args:
-            dy, x: columns, (rows of out, P) and (columns of out, P). inverses: of both, (N,) each.
-            padded: `fp8.padded_offsets`.
-        """
+        """See `Fp8Kernels.wgrad_fp8`."""
+        assert dy.columns is not None and x.columns is not None
         grads, tile = out.view, FAST if fast else SPLIT
         kernel = getattr(sm90_fp8_device, f"{_way(fast)}{'Adding' if accumulate else ''}WgradGemm")
-        key = kernel, dy.dtype, x.dtype, grads.dtype
+        dtypes = dy.columns.dtype, x.columns.dtype
+        key = kernel, dtypes, grads.dtype
         found = self._functions.get(key)
         if found is None:
             cluster = tile.cluster_rows, tile.cluster_columns
             with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
                 function = sm90_compile.compiled_wgrad(
                     kernel.__name__,
-                    (dy.dtype, x.dtype),
+                    dtypes,
                     grads.dtype,
                     (tile.rows, tile.columns),
                     cluster,
@@ -144,9 +190,10 @@ class Sm90Fp8Kernels(Sm90Kernels):
             clusters = get_max_active_clusters(cluster[0] * cluster[1])
             found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)
         function, schedule = found
-        factors = fp8.factors_of(*inverses, x.shape[0])
+        factors = fp8.factors_of(dy.inverses, x.inverses, x.columns.shape[0])
+        padded = fp8.padded_offsets(offsets)
         values = kernel.EpilogueArguments(**{sm90_device.TABLE: out.table, "factor": factors})
-        function(dy, x, grads, None, values, schedule, make_varlen_args(None, padded, None), None, None)
+        function(dy.columns, x.columns, grads, None, values, schedule, make_varlen_args(None, padded, None), None, None)
 
     def _multiply(
         self,

@@ -13,6 +13,7 @@ from transformer_engine.pytorch.ops._common import (
 from transformer_engine.pytorch.ops.op import OperationContext
 
 from te_offload.ops.te_adapter.carry import Layout, bring_carried, buffers_of
+from te_offload.ops.te_adapter.fp8 import fp8_recipe_reason, fp8_scaling, fp8_weights, is_fp8_weight
 from te_offload.ops.te_adapter.fusion import (
     GROUPED_LINEAR_GRAD_INPUT_KEY,
     GROUPED_LINEAR_OUTPUT_KEY,
@@ -84,6 +85,9 @@ __all__ = [
     "drop_unread_rows",
     "dummy_grads",
     "forget_fusions",
+    "fp8_recipe_reason",
+    "fp8_scaling",
+    "fp8_weights",
     "fuse_windows",
     "fused_glu_activations",
     "fused_glu_class",
@@ -92,6 +96,7 @@ __all__ = [
     "grouped_path_supported",
     "installed_version",
     "is_distributed_weight",
+    "is_fp8_weight",
     "is_grouped_tensor",
     "is_marked_not_offload",
     "keep_after_backward",

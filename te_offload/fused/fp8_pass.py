@@ -1,0 +1,178 @@
+"""One forward and backward of the fused grouped MLP in FP8, in the order in which things are quantized and multiplied.
+
+In: kernels, the two linears inside ``te.autocast``, offsets, dense tensors. Out: dense tensors; FP8 rows to save. Keeps
+true: each tensor is quantized once for forward and backward; the scale of what is rebuilt is the forward's; no
+activation is kept here. Does not: save, offload, or know of autograd.
+
+Transformer Engine sums up in FP8's accumulators in the forward, and in float32 in the backward (`_2X_ACC_FPROP` and others
+of transformer_engine/pytorch/module/base.py); so does this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_offload.fused import parameters
+from te_offload.fused.kernels.fp8_interface import Fp8Kernels, QuantizedRows, QuantizedWeights
+from te_offload.ops import te_adapter
+from te_offload.ops.scaling import LinearScaling, Scaling
+
+_MULTIPLE = 16  # 8-bit numbers in TMA's 16 bytes
+
+
+def structure_reason(ops: Sequence[tuple[str, Any]], recipe: Any) -> str | None:
+    """Why linears, with names, do not go this way under a recipe; ``None`` if they do."""
+    reason = te_adapter.fp8_recipe_reason(recipe)
+    if reason is not None:
+        return reason
+    for name, op in ops:
+        if op.in_features % _MULTIPLE or op.out_features % _MULTIPLE:
+            return f"{name} is {op.in_features} x {op.out_features}; FP8 takes multiples of {_MULTIPLE}"
+    return None
+
+
+def call_reason(op: Any) -> str | None:
+    """Why a linear does not go this way in a call inside ``te.autocast``; ``None`` if it does."""
+    reason = te_adapter.fp8_recipe_reason(te_adapter.active_recipe())
+    if reason is None:
+        found = te_adapter.fp8_scaling(op)
+        reason = found if isinstance(found, str) else None
+    return reason
+
+
+class Fp8Pass:
+    """See the module.
+
+    Args:
+        kernels: of one device. fc1, fc2: the linears. offsets: of FC1's rows, and of FC2's. router: scales (T,).
+        backward: whether one will follow.
+    """
+
+    def __init__(
+        self,
+        kernels: Fp8Kernels,
+        fc1: Any,
+        fc2: Any,
+        offsets: tuple[torch.Tensor, torch.Tensor],
+        router: torch.Tensor,
+        *,
+        backward: bool,
+    ) -> None:
+        self._kernels = kernels
+        self._offsets1, self._offsets2 = offsets
+        self._router: torch.Tensor | None = router
+        self._scaling1, self._scaling2 = _scaling(fc1), _scaling(fc2)
+        self._weights1 = _weights(kernels, "FC1's weights", fc1, self._scaling1.weight, backward=backward)
+        self._weights2 = _weights(kernels, "FC2's weights", fc2, self._scaling2.weight, backward=backward)
+        self._x: QuantizedRows | None = None  # after the forward only its scales, as of the next
+        self._hidden: QuantizedRows | None = None
+        self._dy: QuantizedRows | None = None
+        self._rebuilt: QuantizedRows | None = None
+        self._magnitudes: torch.Tensor | None = None
+
+    # Forward ---------------------------------------------------------------------------------------------------------
+
+    def quantize_input(self, x: torch.Tensor) -> torch.Tensor:
+        """FP8 rows of FC1's input: what the backward needs of it."""
+        self._x = self._kernels.quantize(x, self._offsets1, self._scaling1.input, weights=self._weights1.inverses)
+        assert self._x.rows is not None
+        return self._x.rows
+
+    def fc1(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """The activation's input."""
+        assert self._x is not None and self._router is not None
+        kernels, weights = self._kernels, self._weights1
+        act_input, magnitudes = kernels.fc1_fp8(self._x, weights, bias, self._router, self._offsets1, dtype, fast=True)
+        self._x = dataclasses.replace(self._x, rows=None, factors=None)
+        if self._offsets2 is not self._offsets1:  # FC2 may read rows that FC1 did not write
+            kernels.clear(self._offsets1, act_input)
+            kernels.clear(self._offsets1, magnitudes)
+        self._hidden = kernels.quantize(
+            act_input,
+            self._offsets2,
+            self._scaling2.input,
+            weights=self._weights2.inverses,
+            magnitudes=magnitudes,
+            router=self._router,
+        )
+        return act_input
+
+    def fc2(self, bias: torch.Tensor | None, bias_scales: torch.Tensor | None, out: torch.Tensor) -> None:
+        """FC2, after FC1; the weights as the forward reads them are not needed any more."""
+        assert self._hidden is not None
+        self._kernels.linear_fp8(
+            self._hidden, self._weights2.rows, out, self._offsets2, bias=bias, bias_scales=bias_scales, fast=True
+        )
+        self._hidden = dataclasses.replace(self._hidden, rows=None, factors=None)
+        self._router = None
+        self._weights1 = dataclasses.replace(self._weights1, rows=None)
+        self._weights2 = dataclasses.replace(self._weights2, rows=None)
+
+    # Backward --------------------------------------------------------------------------------------------------------
+
+    def fc2_dgrad(
+        self, dy: torch.Tensor, act_input: torch.Tensor, router: torch.Tensor, *, wgrad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients by the activation's input and by the router's scales. ``wgrad``: `fc2_wgrad` follows."""
+        assert self._hidden is not None
+        kernels, offsets = self._kernels, self._offsets2
+        scaling = self._scaling2.grad_output
+        self._dy = kernels.quantize(dy, offsets, scaling, weights=self._weights2.inverses, by_column=wgrad)
+        dact_input, magnitudes, dscales = kernels.fc2_dgrad_fp8(
+            self._dy, self._weights2, act_input, router, offsets, fast=False
+        )
+        if self._offsets2 is not self._offsets1:
+            kernels.clear(offsets, dact_input)
+            kernels.clear(offsets, magnitudes)
+        self._weights2 = dataclasses.replace(self._weights2, columns=None)
+        self._dy = dataclasses.replace(self._dy, rows=None)
+        if wgrad:
+            self._rebuilt = kernels.rebuild(act_input, router, self._hidden, offsets, self._scaling2.input.dtype)
+        self._magnitudes = magnitudes
+        return dact_input, dscales
+
+    def fc2_wgrad(self, out: Any, accumulate: bool) -> None:
+        """The gradients by FC2's weights."""
+        assert self._dy is not None and self._rebuilt is not None
+        self._kernels.wgrad_fp8(self._dy, self._rebuilt, self._offsets2, out, accumulate=accumulate, fast=False)
+
+    def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
+        """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""
+        kernels, offsets = self._kernels, self._offsets1
+        self._rebuilt = None
+        self._dy = kernels.quantize(
+            dact_input,
+            offsets,
+            self._scaling1.grad_output,
+            weights=self._weights1.inverses,
+            magnitudes=self._magnitudes,
+            by_column=wgrad,
+        )
+        kernels.linear_fp8(self._dy, self._weights1.columns, out, offsets, fast=False)
+        kernels.clear(offsets, out)
+        self._magnitudes = None
+        self._weights1 = dataclasses.replace(self._weights1, columns=None)
+        self._dy = dataclasses.replace(self._dy, rows=None)
+
+    def fc1_wgrad(self, x: torch.Tensor, out: Any, accumulate: bool) -> None:
+        """The gradients by FC1's weights. ``x``: from `quantize_input`."""
+        assert self._dy is not None and self._x is not None
+        turned = self._kernels.turn(dataclasses.replace(self._x, rows=x), self._offsets1)
+        self._kernels.wgrad_fp8(self._dy, turned, self._offsets1, out, accumulate=accumulate, fast=False)
+
+
+def _scaling(op: Any) -> LinearScaling:
+    found = te_adapter.fp8_scaling(op)
+    assert not isinstance(found, str)  # `call_reason` has said so
+    return found
+
+
+def _weights(kernels: Fp8Kernels, name: str, op: Any, scaling: Scaling, *, backward: bool) -> QuantizedWeights:
+    if te_adapter.is_fp8_weight(parameters.first_weight(op)):
+        weights = parameters.weight_parameters(op)
+        return kernels.take_weights(name, *te_adapter.fp8_weights(weights, columns=backward))
+    return kernels.quantize_weights(kernels.prepare(name, parameters.weights(op)), scaling)

@@ -1,0 +1,77 @@
+"""Gradients of a GroupedLinear's parameters, where they are asked for: new ones, or into ``main_grad``.
+
+In: the op, the gradient of its output, and what multiplies. Out: gradients in the order of the parameters. Keeps true: each
+is written once, and added only where the op accumulates. Does not: know how the product is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_offload.errors import ArgumentError
+from te_offload.fused import parameters
+from te_offload.fused.kernels.interface import Kernels
+from te_offload.ops import te_adapter
+
+
+def wide_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Router scales, flat, in float32; in float64 where they are, on the CPU: the kernels read float32."""
+    wider = scales.dtype is torch.float64 and not scales.is_cuda
+    return scales.reshape(-1).to(torch.float64 if wider else torch.float32)
+
+
+def bias_grads(
+    op: Any, kernels: Kernels, dy: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of the biases and of their scales, where there are any."""
+    bias = parameters.bias(op, dy.dtype)
+    if bias is None:
+        return None, None
+    return kernels.bias_grads(dy, bias, None if bias_scales is None else wide_scales(bias_scales), offsets)
+
+
+def weight_grads(
+    name: str,
+    op: Any,
+    ctx: te_adapter.OperationContext,
+    kernels: Kernels,
+    dy: torch.Tensor,
+    multiply: Callable[[Any, bool], None],
+) -> list[torch.Tensor | None]:
+    """Compute the weights' gradients, into ``main_grad`` where asked; one a weight parameter.
+
+    Args:
+        dy: of the op's output, of whose dtype new gradients are. multiply: computes them, and adds them if asked, to
+            what `Kernels.prepare` returns.
+    """
+    weights: Any = parameters.weight_parameters(op)
+    if not ctx.weight_requires_grad:
+        return [None] * len(weights)
+    shape = (op.num_groups, op.out_features, op.in_features)
+    empty = not dy.shape[0]
+    if not op._accumulate_into_main_grad:
+        packed = torch.empty(shape, dtype=dy.dtype, device=dy.device)
+        if empty:
+            packed.zero_()
+        else:
+            multiply(kernels.prepare(f"{name}'s gradient", packed), False)
+        return [packed] if op.single_grouped_weight else list(packed.unbind(0))
+    accumulate = te_adapter.accumulates_into_main_grad(weights[0])
+    grads: Any = [te_adapter.main_grad_of(weight) for weight in weights]
+    if op.single_grouped_weight:
+        grads = te_adapter.view_main_grad_as_grouped_buffer(grads[0], shape[0], shape[1:], label="weight")
+    else:
+        grads = [grad.view(shape[1:]) for grad in grads]
+    if not empty:
+        try:
+            multiply(kernels.prepare(f"{name}'s main_grad", grads), accumulate)
+        except ArgumentError:  # where TMA cannot reach it
+            packed = torch.empty(shape, dtype=weights[0].main_grad.dtype, device=dy.device)
+            multiply(kernels.prepare(f"{name}'s gradient", packed), False)
+            (torch._foreach_add_ if accumulate else torch._foreach_copy_)(list(grads), list(packed.unbind(0)))
+    elif not accumulate:
+        torch._foreach_zero_(list(grads))
+    return te_adapter.dummy_grads(weights)

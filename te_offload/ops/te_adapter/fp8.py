@@ -1,0 +1,80 @@
+"""What Transformer Engine's FP8 recipes say of a grouped linear: scales, and weights that are FP8 already.
+
+In: recipes, and GroupedLinear ops whose recipe state is made. Out: `LinearScaling`; tensors of the weights. Keeps true:
+state stays Transformer Engine's. Does not: quantize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
+
+from te_offload.ops.scaling import LinearScaling, Scaling
+
+_DTYPES = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
+
+
+def fp8_recipe_reason(recipe: Any) -> str | None:
+    """Why a recipe is none of one FP8 scale a tensor; ``None`` if it is one."""
+    name = type(recipe).__name__
+    if not (recipe.float8_current_scaling() or recipe.delayed()):
+        return f"recipe {name}: it computes in bf16, fp16, and FP8 with a scale a tensor alone"
+    override = getattr(recipe, "backward_override", None)
+    if override is not None:
+        return f"recipe {name} with backward_override={override}"
+    return None
+
+
+def fp8_scaling(op: Any) -> LinearScaling | str:
+    """Of a GroupedLinear inside ``te.autocast``; or why it has none of one FP8 scale a tensor."""
+    forward, backward = op._quantizers["forward"], op._quantizers["backward"]
+    found = []
+    for mode, quantizers, first, step in (
+        ("forward", forward, 0, 2),
+        ("forward", forward, 1, 2),
+        ("backward", backward, 0, 1),
+    ):
+        quantizer = quantizers[first]
+        kind = type(quantizer)
+        if kind is Float8CurrentScalingQuantizer:
+            if quantizer.with_amax_reduction:
+                return "largest magnitudes that are reduced over ranks"
+            found.append(
+                Scaling(_DTYPES[DType.cast(quantizer.dtype)], quantizer.amax_epsilon, quantizer.force_pow_2_scales)
+            )
+        elif kind is Float8Quantizer:
+            state = op._fp8_metas[mode][FP8GlobalStateManager.get_meta_tensor_key(forward=mode == "forward")]
+            given, kept = state.scale[first::step], state.amax_history[0][first::step]
+            found.append(Scaling(_DTYPES[DType.cast(quantizer.dtype)], given=given, kept=kept))
+        else:
+            return f"quantizers of {kind.__name__}"
+    return LinearScaling(*found)
+
+
+def is_fp8_weight(weight: torch.Tensor) -> bool:
+    """Whether a weight is FP8 with one scale."""
+    return isinstance(weight, Float8Tensor)
+
+
+def fp8_weights(
+    weights: Sequence[Any], *, columns: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Numbers (rows, columns) of FP8 weights, the same the other way round if asked for, and inverse scales (N,).
+
+    Whoever quantized the weights may have made both; else the second one is made now, and kept as long as it is right.
+    """
+    rows, turned, inverses = [], [], []
+    for weight in weights:
+        if columns and (weight._transpose is None or weight._transpose_invalid):
+            weight._create_transpose()
+        dtype = _DTYPES[DType.cast(weight._fp8_dtype)]
+        rows.append(weight._data.view(dtype))
+        inverses.append(weight._scale_inv)
+        if columns:
+            turned.append(weight._transpose.view(dtype))
+    return rows, turned, torch.cat(inverses)

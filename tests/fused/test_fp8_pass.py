@@ -1,0 +1,236 @@
+"""The fused grouped MLP in FP8, with its kernels' arithmetic in torch, beside Transformer Engine's own unfused code."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as te_recipe
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
+from te_offload import Fate, OffloadSession, SlotName
+from te_offload.fused import find_windows, hopper
+from te_offload.fused.calls import calls_of
+from te_offload.fused.hopper import HopperGroupedMLP
+from te_offload.fused.kernels.fp8_interface import QuantizedWeights
+from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
+from tests.layouts.test_delayed_scaling import state
+from tests.support import te_on_cpu
+from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
+
+EXPERTS, HIDDEN, FFN, SPLITS = 3, 64, 128, (128, 0, 384)
+TOKENS = sum(SPLITS)
+RECIPES: dict[str, Any] = {
+    "current": te_recipe.Float8CurrentScaling(),
+    "current, E4M3": te_recipe.Float8CurrentScaling(fp8_format=te_recipe.Format.E4M3),
+    "current, powers of two": te_recipe.Float8CurrentScaling(use_power_2_scales=True),
+    "delayed": te_recipe.DelayedScaling(amax_history_len=4),
+}
+EVERY = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(hopper.SWITCH, "reference")
+    te_on_cpu.unfused(monkeypatch, grouped=False)
+    FP8GlobalStateManager.reset()
+    with torch._dynamo.config.patch(disable=True):  # the update of scales would be compiled for 20 s
+        yield
+    FP8GlobalStateManager.reset()
+
+
+def mlp(**options: Any) -> te.ops.Sequential:
+    torch.manual_seed(0)
+    return make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, **({"dtype": torch.bfloat16} | options))
+
+
+def step(module: te.ops.Sequential, recipe: str, seed: int = 1, *, extra: int = 3) -> dict[str, torch.Tensor]:
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]):
+        return run(module, SPLITS, hidden=HIDDEN, seed=seed, extra=extra)
+
+
+def fused_op(module: te.ops.Sequential) -> HopperGroupedMLP:
+    found = next(op for op, _ in module._module_groups[0]._forward_ops)
+    assert isinstance(found, HopperGroupedMLP)
+    return found
+
+
+def assert_ran_fused(module: te.ops.Sequential) -> None:
+    calls = calls_of(module[0])
+    assert fused_op(module) and calls.fused and not calls.handed_over, calls
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], most: float = 0.03) -> None:
+    """But for what rounding in bf16 or FP8 at another place makes of it, in the mean of many numbers."""
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        reference = expected[name].float()
+        assert (value.float() - reference).norm() <= most * reference.norm(), name
+
+
+@EVERY
+@pytest.mark.parametrize("activation", ["srelu", "tanh-srelu"])
+def test_output_and_gradients_are_those_of_the_unfused_path(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, activation: str
+) -> None:
+    found = []
+    for switch in ("reference", "0"):
+        monkeypatch.setenv(hopper.SWITCH, switch)
+        module = mlp(activation=activation)
+        found.append([step(module, recipe, seed) for seed in range(3)])
+        if switch == "reference":
+            assert_ran_fused(module)
+    for one, other in zip(*found, strict=True):
+        assert_near(one, other)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["biases", "scaled biases"])
+def test_biases_and_their_gradients_are_those_without_quantization(scaled: bool) -> None:
+    module = mlp(bias=True, fc2={"scale_bias": scaled})
+    extra = 4 if scaled else 3
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "bias" in name:
+                parameter.normal_()
+    found = step(module, "current", extra=extra)
+    assert_ran_fused(module)
+    assert_near(found, run(module, SPLITS, hidden=HIDDEN, extra=extra), 0.1)
+
+
+def test_delayed_scaling_keeps_the_scales_and_magnitudes_of_the_unfused_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for switch in ("reference", "0"):
+        FP8GlobalStateManager.reset()
+        monkeypatch.setenv(hopper.SWITCH, switch)
+        module = mlp()
+        steps = []
+        for seed in range(8):
+            step(module, "delayed", seed)
+            steps.append(state(module))
+        found.append(steps)
+    for number, (one, other) in enumerate(zip(*found, strict=True)):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert torch.allclose(value, other[name], rtol=0.07, atol=0), (number, name)
+            exact = name.startswith("0 forward")  # of FC1's input and weights, before anything is rounded elsewhere
+            assert not exact or torch.equal(value, other[name]), (number, name)
+    assert sum(bool(value != 1) for name, value in found[0][-1].items() if name.endswith("scale")) > EXPERTS
+
+
+@EVERY
+def test_offloading_changes_no_bit_and_moves_fp8_rows_and_the_activations_input(recipe: str) -> None:
+    module = mlp()
+    expected = [step(module, recipe, seed) for seed in range(4)]
+    FP8GlobalStateManager.reset()
+    module = mlp()
+    with OffloadSession(module, min_bytes=0, verify=True) as session:
+        for seed in range(4):
+            with session.step():
+                assert_same_bits(expected[seed], step(module, recipe, seed))
+    record = session.records[-1]
+    rows = {row.slot: (row.fate, row.format, row.nbytes) for row in record.slots}
+    assert rows[SlotName.FC1_INPUT] == (Fate.OFFLOADED, "FP8 by row", TOKENS * HIDDEN)
+    assert rows[SlotName.ACT_INPUT] == (Fate.OFFLOADED, "bf16", TOKENS * FFN * 2)
+    assert rows[SlotName.FC2_INPUT][0] is Fate.RECOMPUTED
+    assert record.bytes_out == record.bytes_back == TOKENS * (HIDDEN + 2 * FFN)
+
+
+@EVERY
+def test_weights_in_fp8_are_let_go_of_in_the_backward(recipe: str) -> None:
+    """Each kept until its last use, and no copy of one after that, whoever keeps the loss."""
+    module = mlp()
+    step(module, recipe)
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    made: list[weakref.ref[torch.Tensor]] = []
+    quantize = ReferenceFp8Kernels.quantize_weights
+
+    def noted(self: ReferenceFp8Kernels, weights: Any, scaling: Any) -> QuantizedWeights:
+        found = quantize(self, weights, scaling)
+        made.extend(weakref.ref(one) for one in found.columns)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, te.autocast(enabled=True, recipe=RECIPES[recipe]):
+        patch.setattr(ReferenceFp8Kernels, "quantize_weights", noted)
+        loss = module(x, sizes, scales, sizes).float().sum()
+    assert len(made) == 2 * EXPERTS and all(one() is not None for one in made)
+    loss.backward()
+    assert not any(one() is not None for one in made)
+
+
+@pytest.mark.filterwarnings("ignore:Quantizer is being updated")  # by Transformer Engine, for all weights that are FP8
+def test_weights_that_are_fp8_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device=torch.device("cpu"))
+    found = []
+    for primary in (True, False):
+        module = mlp()
+        for op in (module[0], module[2]):
+            for name, weight in list(op.named_parameters()):
+                storage = te_on_cpu.quantize(quantizer, weight)
+                tensor = Float8Tensor(
+                    shape=weight.shape,
+                    dtype=weight.dtype,
+                    data=storage._data,
+                    fp8_scale_inv=storage._scale_inv,
+                    fp8_dtype=DType.kFloat8E4M3,
+                    data_transpose=storage._transpose,
+                    quantizer=quantizer,
+                    device=weight.device,
+                )
+                if primary:
+                    setattr(op, name, torch.nn.Parameter(tensor))
+        x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+        with te.autocast(enabled=True, recipe=RECIPES["current"]):
+            y = module(x, sizes, scales, sizes)
+        y.float().square().sum().backward()
+        assert_ran_fused(module)
+        assert x.grad is not None and scales.grad is not None
+        grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        found.append({"y": y.detach(), "x": x.grad, "scales": scales.grad} | grads)
+    assert_same_bits(*found)
+
+
+def test_no_tokens_give_zero_gradients_of_weights() -> None:
+    module = mlp()
+    with te.autocast(enabled=True, recipe=RECIPES["current"]):
+        found = run(module, (0, 0, 0), hidden=HIDDEN)
+    assert_ran_fused(module)
+    assert found["output"].shape == (0, HIDDEN)
+    assert all(not found[name].any() for name in found if "weight" in name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "reason"),
+    [
+        (te_recipe.Float8BlockScaling(), {}, "a scale a tensor alone"),
+        (te_recipe.MXFP8BlockScaling(), {}, "a scale a tensor alone"),
+        (RECIPES["current"], {"hidden": 72}, "FC1 is 72 x 128; FP8 takes multiples of 16"),
+        (te_recipe.Float8CurrentScaling(backward_override="dequantized"), {}, "backward_override=dequantized"),
+    ],
+    ids=["blocks", "MXFP8", "72 columns", "override"],
+)
+def test_what_it_does_not_take_is_said(recipe: Any, sizes: dict[str, int], reason: str) -> None:
+    module = make_mlp(**({"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN, "dtype": torch.bfloat16} | sizes))  # type: ignore[arg-type]
+    (window,) = find_windows(list(module))
+    support = hopper.explain(window, recipe)
+    assert not support.ok and reason in support.reason
+
+
+def test_recipe_may_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, alone = mlp(), mlp()
+    for recipe in ("current", "delayed", "current, powers of two"):
+        FP8GlobalStateManager.reset()
+        found = step(module, recipe)
+        assert_ran_fused(module)
+        if recipe != "delayed":
+            assert_same_bits(found, step(alone, recipe))
+    with te.autocast(enabled=False):
+        dense = run(module, SPLITS, hidden=HIDDEN)
+    assert_same_bits(dense, run(mlp(), SPLITS, hidden=HIDDEN))
