@@ -1,14 +1,15 @@
 """One grouped MLP, forward and backward: ours fused, Transformer Engine's ops, torch's `_grouped_mm`, our kernels bare.
 
     ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew] [--rounds 20] [--json FILE]
-                                 [--single-grouped-weight]
+                                 [--single-grouped-weight] [--recipe fp8|fp8-delayed]
 
 All ways run in one process with the same weights and inputs, interleaved, forwards and backwards through the list by turns;
 each number is the median over the rounds of a few calls in a row, by events on the GPU. `graph` is the same forward and
 backward captured and replayed. `host` is what a forward takes the host, by its own clock, with the GPU idle before it.
 `bare kernels` are the launches of the fused op without autograd and Transformer Engine around them. `QuACK's GEMMs` are the
 same six products with QuACK's own host code, on packed weights, with our tiles and without any activation: the floor.
-Transformer Engine runs in the best way that the loaded cuBLAS gives it; run it with the newest one too.
+Transformer Engine runs in the best way that the loaded cuBLAS gives it; run it with the newest one too. With a recipe the
+ways are those of `benchmarks.fp8_mlp`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload import ops
+from te_offload.demo.recipes import RECIPES
 from te_offload.fused import hopper
 from te_offload.fused.kernels import sm90, sm90_launch
 from te_offload.fused.kernels.interface import SquaredReLU
@@ -218,6 +220,18 @@ def captured(step: Step) -> Step:
     return replay
 
 
+def dense_ways(case: Case) -> dict[str, dict[str, Step]]:
+    """In bf16."""
+    quack_step = case.quack()
+    return {
+        "te_offload, fused": {"forward": case.forward_of(case.fused), "step": case.step_of(case.fused)},
+        "Transformer Engine": {"forward": case.forward_of(case.plain), "step": case.step_of(case.plain)},
+        "torch._grouped_mm, packed weights": {"forward": case.grouped_mm_forward, "step": case.grouped_mm_step},
+        "bare kernels of te_offload": {"forward": case.bare_forward, "step": case.bare},
+        "QuACK's GEMMs alone, packed weights": {"forward": case.quack_forward, "step": quack_step},
+    }
+
+
 def main() -> None:
     """Run, print a table, write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -226,20 +240,24 @@ def main() -> None:
     parser.add_argument("--skew", action="store_true", help="one expert takes half, a quarter of them nothing")
     parser.add_argument("--json", type=Path, help="write the results here too")
     parser.add_argument("--single-grouped-weight", action="store_true", help="one weight an op, theirs and ours")
+    parser.add_argument(
+        "--recipe", choices=("fp8", "fp8-delayed"), help="quantize, with the demo's recipe of that name"
+    )
     arguments = parser.parse_args()
     os.environ |= {hopper.SWITCH: "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
     single = arguments.single_grouped_weight
-    case = Case(
-        arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens, skew=arguments.skew, single=single
-    )
-    quack_step = case.quack()
-    ways: dict[str, dict[str, Step]] = {
-        "te_offload, fused": {"forward": case.forward_of(case.fused), "step": case.step_of(case.fused)},
-        "Transformer Engine": {"forward": case.forward_of(case.plain), "step": case.step_of(case.plain)},
-        "torch._grouped_mm, packed weights": {"forward": case.grouped_mm_forward, "step": case.grouped_mm_step},
-        "bare kernels of te_offload": {"forward": case.bare_forward, "step": case.bare},
-        "QuACK's GEMMs alone, packed weights": {"forward": case.quack_forward, "step": quack_step},
-    }
+    size = arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens
+    floor: dict[str, float] = {}
+    if arguments.recipe:
+        from benchmarks.fp8_mlp import Fp8Case
+
+        make = RECIPES[arguments.recipe].make
+        assert make is not None
+        quantized = Fp8Case(*size, split(arguments.experts, arguments.tokens, skew=arguments.skew), make())
+        ways = quantized.ways()
+        floor = quantized.floor(milliseconds)
+    else:
+        ways = dense_ways(Case(*size, skew=arguments.skew, single=single))
     failures = {}
     for name, steps in list(ways.items()):
         try:
@@ -271,12 +289,14 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}"
     )
-    print(f"{shape} bf16{skewed}, {arguments.rounds} rounds; ms\n")
+    print(f"{shape} {arguments.recipe or 'bf16'}{skewed}, {arguments.rounds} rounds; ms\n")
     print("| way | forward | forward + backward | as a graph | host, forward |")
     print("|---|---|---|---|---|")
     for name in ways:
         cells = (medians.get((name, kind)) for kind in ("forward", "step", "graph", "host"))
         print(f"| {name} | {' | '.join('-' if cell is None else f'{cell:.3f}' for cell in cells)} |")
+    for kind, spent in floor.items():
+        print(f"\nfloor of a {kind}: {spent:.3f}")
     for name, why in failures.items():
         print(f"\n{name}: {why}")
     if arguments.json:
@@ -286,6 +306,8 @@ def main() -> None:
             "shape": shape,
             "skew": arguments.skew,
             "single": single,
+            "recipe": arguments.recipe,
+            "floor": floor,
             "rows": rows,
             "failures": failures,
         }
