@@ -64,8 +64,28 @@ class Pool:
 
     def __init__(self, handle: Any = None, keeper: object = None) -> None:
         self.handle = handle
+        self._given = handle is not None
         self._keeper = keeper
+        self._graphs = 0
         self._stream: torch.cuda.Stream | None = None
+
+    def take_handle(self) -> Any:
+        """For a capture; made if there is none."""
+        if self.handle is None:
+            self.handle = torch.cuda.graph_pool_handle()
+        return self.handle
+
+    def graph_came(self) -> None:
+        """A graph has memory of it now."""
+        self._graphs += 1
+
+    def graph_went(self) -> None:
+        """A graph was taken down, or a capture failed. torch gives up a pool with its last graph, and takes its handle no
+        more as long as anything that was made in it lives.
+        """
+        self._graphs = max(self._graphs - 1, 0)
+        if not self._graphs and not self._given:
+            self.handle = None
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The one on which its captures are made."""
@@ -118,8 +138,7 @@ class CudaBackend:
 
     def record(self, function: Function, generators: Sequence[torch.Generator]) -> tuple[CudaRecording, Any]:
         """See `Backend.record`."""
-        if self._pool.handle is None:
-            self._pool.handle = torch.cuda.graph_pool_handle()
+        handle = self._pool.take_handle()
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
@@ -129,7 +148,7 @@ class CudaBackend:
         began = False
         try:
             with _no_garbage_collection(), torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
                 began = True
                 try:
                     result = function()
@@ -142,9 +161,12 @@ class CudaBackend:
                     raise
                 graph.capture_end()
         except BaseException:
-            recover(graph, self._stream, self._pool.handle if began else None, generators)
+            recover(graph, self._stream, handle if began else None, generators)
+            self._pool.graph_came()
+            self._pool.graph_went()
             raise
-        return CudaRecording(graph), result
+        self._pool.graph_came()
+        return CudaRecording(graph, self._pool), result
 
     def wait_for(self, producer: Any) -> None:
         """See `Backend.wait_for`."""
@@ -160,10 +182,11 @@ class CudaBackend:
 
 
 class CudaRecording:
-    """See `Recording`."""
+    """See `Recording`. ``pool``: where its memory is."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
+        self._pool = pool
 
     def replay(self) -> None:
         """See `Recording.replay`."""
@@ -175,6 +198,7 @@ class CudaRecording:
         graph, self._graph = self._graph, None
         if graph is not None:
             graph.reset()
+            self._pool.graph_went()
 
 
 @contextlib.contextmanager

@@ -165,6 +165,7 @@ def test_eager_steps_after_a_capture_and_replays_after_them_give_the_same_bits(p
         found = (replay.eagerly if number in (6, 7) else replay)(*batch)
         assert torch.equal(expected, found + 0), number
     assert_same_bits(weights(eager), weights(model))
+    assert replay.state is CaptureState.CAPTURED, replay.reason
     replay.close()
     session.close()
 
