@@ -65,7 +65,7 @@ def _to_fp8(x: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, torch.Tensor
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
         scale = quantizer.scale
     else:
-        scale = most / amax.clamp(min=1e-12)
+        scale = torch.tensor(most) / amax.clamp(min=1e-12)
     return (x.float() * scale).clamp(-most, most).to(dtype).view(torch.uint8), (1 / scale).reshape(1)
 
 

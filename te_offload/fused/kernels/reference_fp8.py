@@ -170,7 +170,8 @@ def _scales(magnitudes: torch.Tensor, scaling: Scaling) -> torch.Tensor:
         scaling.kept.copy_(torch.maximum(scaling.kept, magnitudes))
         return scaling.given.clone()
     magnitudes = magnitudes.clamp(min=scaling.epsilon)
-    scales = (torch.finfo(scaling.dtype).max / magnitudes).clamp(max=_MOST)
+    most = torch.full_like(magnitudes, torch.finfo(scaling.dtype).max)  # torch multiplies a number by a reciprocal
+    scales = (most / magnitudes).clamp(max=_MOST)
     scales = torch.where((magnitudes == 0) | magnitudes.isinf(), torch.ones_like(scales), scales)
     if scaling.power_of_two:
         scales = (scales.view(torch.int32) & 0x7F800000).view(torch.float32)
