@@ -36,3 +36,19 @@ def test_every_kernel_compiles_for_sm_90a(tmp_path: Path) -> None:
     # Beside them in float32: clear and sums. For few tokens other tiles, but for wgrads; for many, of wgrads.
     few, many = 3 + 1 + 2 + 1, 4
     assert len(list(tmp_path.rglob("*.o"))) == 2 * (11 + 2 * 3) + 2 + few + many
+
+
+def test_every_fp8_kernel_compiles_for_sm_90a(tmp_path: Path) -> None:
+    pytest.importorskip("quack")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.compile_sm90", "fp8"],
+        cwd=ROOT,
+        env=os.environ | {"QUACK_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    # for both activations fc1 with and without bias, and fc2_dgrad; its sums; fc2 in three ways, fc1_dgrad, three wgrads
+    assert "11 launches" in done.stdout and "4 launches" in done.stdout
+    assert len(list(tmp_path.rglob("*.o"))) == 2 * 3 + 1 + 3 + 1 + 3

@@ -1,4 +1,4 @@
-"""Compiles every Hopper kernel on a machine without a GPU: ``python -m tests.support.compile_sm90 bf16|others``.
+"""Compiles every Hopper kernel on a machine without a GPU: ``python -m tests.support.compile_sm90 bf16|others|fp8``.
 
 QuACK traces and compiles for ``sm_90a`` with fake tensors; what needs a driver is replaced: the number of clusters that a
 card runs at once, which is no part of a kernel, and the launch.
@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 os.environ |= {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -17,47 +18,55 @@ import quack.gemm_runtime.host
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_offload.fused.kernels import sm90, sm90_compile, sm90_launch
+from te_offload.fused.kernels import fp8, sm90, sm90_compile, sm90_fp8, sm90_launch
 from te_offload.fused.kernels.experts import Experts
+from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.interface import SquaredReLU
 
 EXPERTS, HIDDEN, FFN = 4, 512, 384
 FEW, USUAL, MANY = 512, 2048, 8192  # tokens, for which other tiles are taken
 
 
+class Launches:
+    """Counts launches in place of those that need a driver."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+        def any_number(*_: object, **__: object) -> int:
+            return 66
+
+        def compile_only(real: Callable[..., object]) -> Callable[..., object]:
+            return lambda *args: (real(*args), self)[1]
+
+        compiled = SimpleNamespace(
+            CAPABILITY=sm90_compile.CAPABILITY,
+            source_key=sm90_compile.source_key,
+            compiled_wgrad=compile_only(sm90_compile.compiled_wgrad),
+            compiled_rows=compile_only(sm90_compile.compiled_rows),
+        )
+        for module in (sm90, sm90_fp8):
+            vars(module).update({"get_max_active_clusters": any_number, "sm90_compile": compiled})
+        vars(sm90_launch)["run_gemm_epi_plan"] = self
+        quack.gemm_runtime.host.get_max_active_clusters = any_number
+
+    def __call__(self, *_: object, **__: object) -> None:
+        self.count += 1
+
+
+def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*size, dtype=dtype, device="cuda")
+
+
 def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int) -> int:
     """Run forward and backward without launching; the number of launches that there would have been."""
-    launches = 0
-
-    def count(*_: object, **__: object) -> None:
-        nonlocal launches
-        launches += 1
-
-    def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device="cuda")
-
-    def any_number(*_: object, **__: object) -> int:
-        return 66
-
-    def compile_only(real: Callable[..., object]) -> Callable[..., object]:
-        return lambda *args: (real(*args), count)[1]
-
-    replaced: dict[str, object] = {"get_max_active_clusters": any_number}
-    replaced["sm90_compile"] = SimpleNamespace(
-        CAPABILITY=sm90_compile.CAPABILITY,
-        source_key=sm90_compile.source_key,
-        compiled_wgrad=compile_only(sm90_compile.compiled_wgrad),
-        compiled_rows=compile_only(sm90_compile.compiled_rows),
-    )
-    vars(sm90).update(replaced)
-    vars(sm90_launch)["run_gemm_epi_plan"] = count
-    quack.gemm_runtime.host.get_max_active_clusters = any_number
+    launches = Launches()
     kernels = sm90.Sm90Kernels(activation)
     table, sizes = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS, dtype=torch.int64)
-    offsets = kernels.offsets(sizes, empty(tokens, HIDDEN))
-    of_fc1, of_fc2 = Experts(empty(EXPERTS, FFN, HIDDEN), table), Experts(empty(EXPERTS, HIDDEN, FFN), table)
-    x, scales = empty(tokens, HIDDEN), empty(tokens, dtype=torch.float32)
-    bias1, bias2 = empty(EXPERTS, FFN), empty(EXPERTS, HIDDEN)
+    offsets = kernels.offsets(sizes, empty(tokens, HIDDEN, dtype=dtype))
+    of_fc1, of_fc2 = [Experts(empty(EXPERTS, *shape, dtype=dtype), table) for shape in ((FFN, HIDDEN), (HIDDEN, FFN))]
+    x, scales = empty(tokens, HIDDEN, dtype=dtype), empty(tokens, dtype=torch.float32)
+    bias1, bias2 = empty(EXPERTS, FFN, dtype=dtype), empty(EXPERTS, HIDDEN, dtype=dtype)
     for bias in (bias1, None):
         act_input, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets)
     for bias, bias_scales in ((None, None), (bias2, None), (bias2, scales)):
@@ -69,11 +78,51 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int) -> int
     main_grad = Experts(empty(EXPERTS, FFN, HIDDEN, dtype=torch.float32), table)
     for accumulate in (False, True):
         kernels.wgrad(dact_input, x, offsets, main_grad, accumulate=accumulate)
-    return launches
+    return launches.count
 
 
-# Two parts, for two processes.
-PARTS = {
+def compile_fp8(activation: SquaredReLU, tokens: int) -> int:
+    """The same of what FP8 takes beside that: sums in the tensor cores forward, in float32 backward."""
+    launches = Launches()
+    vars(fp8).update({"factors_of": launches_nothing, "padded_offsets": launches_nothing})
+    kernels = sm90_fp8.Sm90Fp8Kernels(activation)
+    table, offsets = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS + 1, dtype=torch.int32)
+    scales = empty(tokens, dtype=torch.float32)
+
+    def rows(columns: int, dtype: torch.dtype) -> QuantizedRows:
+        turned = empty(columns, fp8.padded_tokens(tokens, EXPERTS), dtype=dtype)
+        return QuantizedRows(
+            empty(tokens, columns, dtype=dtype), turned, scales, empty(EXPERTS, dtype=torch.float32), scales
+        )
+
+    def weights(one: int, other: int) -> QuantizedWeights:
+        rows, columns = (empty(EXPERTS, *shape, dtype=torch.float8_e4m3fn) for shape in ((one, other), (other, one)))
+        return QuantizedWeights(Experts(rows, table), Experts(columns, table), empty(EXPERTS, dtype=torch.float32))
+
+    of_fc1, of_fc2 = weights(FFN, HIDDEN), weights(HIDDEN, FFN)
+    x, dy = rows(HIDDEN, torch.float8_e4m3fn), rows(HIDDEN, torch.float8_e5m2)
+    for bias in (None, empty(EXPERTS, FFN, dtype=torch.bfloat16)):
+        act_input, _ = kernels.fc1_fp8(x, of_fc1, bias, scales, offsets, torch.bfloat16, fast=True)
+    kernels.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
+    if activation.clamp is not None:
+        return launches.count
+    y, bias2 = empty(tokens, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, HIDDEN, dtype=torch.bfloat16)
+    hidden = rows(FFN, torch.float8_e4m3fn)
+    for one, factors in ((None, None), (bias2, None), (bias2, scales)):
+        kernels.linear_fp8(hidden, of_fc2.rows, y, offsets, bias=one, bias_scales=factors, fast=True)
+    kernels.linear_fp8(rows(FFN, torch.float8_e5m2), of_fc1.columns, y, offsets, fast=False)
+    for out_dtype, accumulate in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
+        out = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=out_dtype), table)
+        kernels.wgrad_fp8(dy, hidden, offsets, out, accumulate=accumulate, fast=False)
+    return launches.count
+
+
+def launches_nothing(*_: object, **__: object) -> None:
+    """In place of a kernel of Triton's."""
+
+
+# Parts, for a process each.
+PARTS: dict[str, list[tuple[Any, ...]]] = {
     "bf16": [(torch.bfloat16, SquaredReLU(), USUAL), (torch.bfloat16, SquaredReLU(clamp=2.0), USUAL)],
     "others": [
         (torch.float16, SquaredReLU(), USUAL),
@@ -83,7 +132,12 @@ PARTS = {
     ],
 }
 
+FP8 = [(SquaredReLU(), USUAL), (SquaredReLU(clamp=2.0), USUAL)]
+
 if __name__ == "__main__":
     with FakeTensorMode():
-        for part in PARTS[sys.argv[1]]:
+        if sys.argv[1] == "fp8":
+            for activation, tokens in FP8:
+                print(activation, compile_fp8(activation, tokens), "launches")
+        for part in PARTS.get(sys.argv[1], []):
             print(*part, compile_all(*part), "launches")
