@@ -39,7 +39,22 @@ def choose(monkeypatch: pytest.MonkeyPatch, name: str, path: str) -> Any:
         number = te_adapter.cublaslt_version()
         pytest.skip(f"no grouped path in {name} here, with cuBLASLt {number // 10000}.{number // 100 % 100}")
     FP8GlobalStateManager.reset()
+    if name == "fp8-block":
+        skip_where_transformer_engine_fails(recipe)
     return recipe
+
+
+def skip_where_transformer_engine_fails(recipe: Any) -> None:
+    """Its own ops, without ours: FP8 by blocks finds no algorithm in some releases of cuBLAS."""
+    size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+    alone = te.ops.Sequential(te.ops.GroupedLinear(EXPERTS, HIDDEN, FFN, **size))
+    x, counts, _ = make_inputs(SPLITS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    try:
+        with te.autocast(enabled=True, recipe=recipe):
+            alone(x, counts)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        pytest.skip(f"Transformer Engine's own GroupedLinear fails here: {str(error)[-120:]}")
 
 
 def mlp() -> te.ops.Sequential:
