@@ -175,4 +175,4 @@ def _weights(kernels: Fp8Kernels, name: str, op: Any, scaling: Scaling, *, backw
     if te_adapter.is_fp8_weight(parameters.first_weight(op)):
         weights = parameters.weight_parameters(op)
         return kernels.take_weights(name, *te_adapter.fp8_weights(weights, columns=backward))
-    return kernels.quantize_weights(kernels.prepare(name, parameters.weights(op)), scaling)
+    return kernels.quantize_weights(kernels.prepare(name, parameters.weights(op)), scaling, by_column=backward)

@@ -54,14 +54,14 @@ def explain(window: Window, recipe: Any = None) -> Support:
     mode = os.environ.get(SWITCH, "1")
     if mode not in ("1", "reference"):
         return Support(False, f"{SWITCH} is {mode}")
-    reason = None if mode == "reference" else _machine_reason()
+    reason = None if mode == "reference" else _machine_reason(quantizes=recipe is not None)
     reason = reason or _structure_reason(window)
     if reason is None and recipe is not None:
         reason = fp8_pass.structure_reason((("FC1", window.fc1), ("FC2", window.fc2)), recipe)
     return Support(True) if reason is None else Support(False, reason)
 
 
-def _machine_reason() -> str | None:
+def _machine_reason(*, quantizes: bool) -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     capability = torch.cuda.get_device_capability()
@@ -73,6 +73,8 @@ def _machine_reason() -> str | None:
         found = _installed(package)
         if found not in (None, tested) and SWITCH not in os.environ:
             return f"{package} is {found}, but {tested} was tested; {SWITCH}=1 takes it all the same"
+    if quantizes and importlib.util.find_spec("triton") is None:
+        return "triton, which has the quantizers, is not installed"
     return None
 
 
@@ -439,7 +441,9 @@ def _sm90_kernels(activation: SquaredReLU, *, fp8: bool) -> Kernels:
 
 
 def _weight_of(op: Any, *, fp8: bool) -> torch.Tensor | None:
-    """A tensor of the weights' dtype and device; ``None`` if they are neither dense nor, where that goes, FP8."""
+    """A tensor of the weights' dtype and device; ``None`` if they are neither dense nor, where that goes, FP8. All of an op
+    are of one kind: Transformer Engine says so before each forward.
+    """
     weight = parameters.first_weight(op)
     return weight if fp8 and te_adapter.is_fp8_weight(weight) else parameters.dense_weight(op)
 

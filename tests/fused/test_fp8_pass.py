@@ -152,8 +152,8 @@ def test_weights_in_fp8_are_let_go_of_in_the_backward(recipe: str) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
     quantize = ReferenceFp8Kernels.quantize_weights
 
-    def noted(self: ReferenceFp8Kernels, weights: Any, scaling: Any) -> QuantizedWeights:
-        found = quantize(self, weights, scaling)
+    def noted(self: ReferenceFp8Kernels, weights: Any, scaling: Any, *, by_column: bool) -> QuantizedWeights:
+        found = quantize(self, weights, scaling, by_column=by_column)
         made.extend(weakref.ref(one) for one in found.columns)
         return found
 
@@ -165,27 +165,50 @@ def test_weights_in_fp8_are_let_go_of_in_the_backward(recipe: str) -> None:
     assert not any(one() is not None for one in made)
 
 
-@pytest.mark.filterwarnings("ignore:Quantizer is being updated")  # by Transformer Engine, for all weights that are FP8
-def test_weights_that_are_fp8_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_backward_weights_are_quantized_one_way_round() -> None:
+    module = mlp()
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    ways: list[bool] = []
+    quantize = ReferenceFp8Kernels.quantize_weights
+
+    def noted(self: ReferenceFp8Kernels, weights: Any, scaling: Any, *, by_column: bool) -> QuantizedWeights:
+        ways.append(by_column)
+        return quantize(self, weights, scaling, by_column=by_column)
+
+    with pytest.MonkeyPatch.context() as patch, te.autocast(enabled=True, recipe=RECIPES["current"]):
+        patch.setattr(ReferenceFp8Kernels, "quantize_weights", noted)
+        expected = module(x, sizes, scales, sizes)
+        with torch.no_grad():
+            assert torch.equal(module(x, sizes, scales, sizes), expected)
+    assert ways == [True, True, False, False]
+
+
+def fp8_parameter(weight: torch.Tensor) -> torch.nn.Parameter:
     quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device=torch.device("cpu"))
+    storage = te_on_cpu.quantize(quantizer, weight)
+    return torch.nn.Parameter(
+        Float8Tensor(
+            shape=weight.shape,
+            dtype=weight.dtype,
+            data=storage._data,
+            fp8_scale_inv=storage._scale_inv,
+            fp8_dtype=DType.kFloat8E4M3,
+            data_transpose=storage._transpose,
+            quantizer=quantizer,
+            device=weight.device,
+        )
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Quantizer is being updated")  # by Transformer Engine, for all weights that are FP8
+@pytest.mark.parametrize("places", [(0, 2), (0,), (2,)], ids=["both", "FC1", "FC2"])
+def test_weights_that_are_fp8_are_taken_as_they_are(places: tuple[int, ...]) -> None:
     found = []
     for primary in (True, False):
         module = mlp()
-        for op in (module[0], module[2]):
-            for name, weight in list(op.named_parameters()):
-                storage = te_on_cpu.quantize(quantizer, weight)
-                tensor = Float8Tensor(
-                    shape=weight.shape,
-                    dtype=weight.dtype,
-                    data=storage._data,
-                    fp8_scale_inv=storage._scale_inv,
-                    fp8_dtype=DType.kFloat8E4M3,
-                    data_transpose=storage._transpose,
-                    quantizer=quantizer,
-                    device=weight.device,
-                )
-                if primary:
-                    setattr(op, name, torch.nn.Parameter(tensor))
+        for place in places if primary else ():
+            for name, weight in list(module[place].named_parameters()):
+                setattr(module[place], name, fp8_parameter(weight))
         x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
         with te.autocast(enabled=True, recipe=RECIPES["current"]):
             y = module(x, sizes, scales, sizes)
@@ -195,6 +218,18 @@ def test_weights_that_are_fp8_are_taken_as_they_are(monkeypatch: pytest.MonkeyPa
         grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         found.append({"y": y.detach(), "x": x.grad, "scales": scales.grad} | grads)
     assert_same_bits(*found)
+
+
+@pytest.mark.filterwarnings("ignore:Quantizer is being updated")
+def test_fp8_weights_without_a_recipe_go_op_by_op() -> None:
+    module = mlp()
+    for name, weight in list(module[0].named_parameters()):
+        setattr(module[0], name, fp8_parameter(weight))
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    y = module(x, sizes, scales, sizes)  # Transformer Engine dequantizes them
+    assert y.shape == (TOKENS, HIDDEN)
+    calls = calls_of(module[0])
+    assert calls.handed_over == 1 and calls.reason == "weights that are quantized, or no plain tensors"
 
 
 def test_no_tokens_give_zero_gradients_of_weights() -> None:

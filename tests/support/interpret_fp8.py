@@ -120,6 +120,7 @@ def main() -> None:
     for expert in range(EXPERTS):
         same(quantized.rows.view[expert], expected_weights.rows[expert], ("weights", expert))
         same(quantized.columns.view[expert], expected_weights.columns[expert], ("weights, turned", expert))
+    assert fp8.quantize_weights(Experts(packed, table), Scaling(torch.float8_e4m3fn), by_column=False).columns is None
     same(fp8.factors_of(weights, weights, 40), (weights * weights)[:, None].repeat(1, 40), "factors")
     print("the same")
 

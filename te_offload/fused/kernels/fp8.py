@@ -92,8 +92,8 @@ def factors_of(one: torch.Tensor, other: torch.Tensor, columns: int) -> torch.Te
     return out
 
 
-def quantize_weights(weights: Experts, scaling: Scaling) -> QuantizedWeights:
-    """All experts' weights in FP8, as they lie and the other way round."""
+def quantize_weights(weights: Experts, scaling: Scaling, *, by_column: bool = True) -> QuantizedWeights:
+    """All experts' weights in FP8, as they lie, and the other way round if asked for."""
     count, (rows, columns), device = weights.table.shape[0], weights.view.shape[1:], weights.view.device
     parts, stride = triton.cdiv(rows, BLOCK), weights.view.stride(0)
     magnitudes = torch.empty(count, parts, dtype=torch.float32, device=device)
@@ -103,22 +103,23 @@ def quantize_weights(weights: Experts, scaling: Scaling) -> QuantizedWeights:
     each = torch.arange(count + 1, dtype=torch.int32, device=device)
     inverses, scales, _ = _scales(magnitudes, each, scaling, None, rounds=False, rows=count)
     by_row = torch.empty(count, rows, columns, dtype=scaling.dtype, device=device)
-    by_column = torch.empty(count, columns, rows, dtype=scaling.dtype, device=device)
+    turned = torch.empty(count, columns, rows, dtype=scaling.dtype, device=device) if by_column else None
     fp8_device.quantize_weights[(count, parts, triton.cdiv(columns, BLOCK))](
         weights.view,
         weights.table,
         stride,
         scales,
-        by_row.view(torch.uint8),
-        by_column.view(torch.uint8),
+        _bytes(by_row),
+        _bytes(turned),
         rows,
         columns,
         scaling.dtype is torch.float8_e5m2,
+        by_column,
         BLOCK,
         num_warps=8,
     )
     table = each[:-1]
-    return QuantizedWeights(Experts(by_row, table), Experts(by_column, table), inverses)
+    return QuantizedWeights(Experts(by_row, table), None if turned is None else Experts(turned, table), inverses)
 
 
 def _scales(

@@ -206,9 +206,19 @@ def quantize_tokens(
 
 @triton.jit
 def quantize_weights(
-    weights, table, stride, scales, by_row, by_column, rows, columns, E5M2: tl.constexpr, BLOCK: tl.constexpr
+    weights,
+    table,
+    stride,
+    scales,
+    by_row,
+    by_column,
+    rows,
+    columns,
+    E5M2: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """FP8 of each weight (rows, columns), as it lies (N, rows, columns) and the other way round (N, columns, rows)."""
+    """FP8 of each weight (rows, columns), as it lies (N, rows, columns), and the other way round (N, columns, rows)."""
     expert = tl.program_id(0)
     base = weights + tl.load(table + expert).to(tl.int64) * stride
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -218,5 +228,6 @@ def quantize_weights(
     found = _to_fp8(value * tl.load(scales + expert), E5M2)
     begin = expert.to(tl.int64) * rows * columns
     tl.store(by_row + begin + row[:, None] * columns + column[None, :], found, mask=mask)
-    turned = (column < columns)[:, None] & (row < rows)[None, :]
-    tl.store(by_column + begin + column[:, None] * rows + row[None, :], tl.trans(found), mask=turned)
+    if BY_COLUMN:
+        turned = (column < columns)[:, None] & (row < rows)[None, :]
+        tl.store(by_column + begin + column[:, None] * rows + row[None, :], tl.trans(found), mask=turned)

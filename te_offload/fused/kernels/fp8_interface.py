@@ -52,8 +52,8 @@ class Fp8Kernels(Kernels, Protocol):
     Transformer Engine's forward has them.
     """
 
-    def quantize_weights(self, weights: Any, scaling: Scaling) -> QuantizedWeights:
-        """N weights in FP8. ``weights``: from `Kernels.prepare`."""
+    def quantize_weights(self, weights: Any, scaling: Scaling, *, by_column: bool = True) -> QuantizedWeights:
+        """N weights in FP8. ``weights``: from `Kernels.prepare`. ``by_column``: both ways round."""
 
     def take_weights(self, name: str, rows: Any, columns: Any, inverses: torch.Tensor) -> QuantizedWeights:
         """Weights that are FP8 already: N (rows, columns) and N (columns, rows), or none of the latter."""

@@ -24,12 +24,14 @@ _MOST = torch.finfo(torch.float32).max
 class ReferenceFp8Kernels(ReferenceKernels):
     """See `fp8_interface.Fp8Kernels`."""
 
-    def quantize_weights(self, weights: Sequence[torch.Tensor], scaling: Scaling) -> QuantizedWeights:
+    def quantize_weights(
+        self, weights: Sequence[torch.Tensor], scaling: Scaling, *, by_column: bool = True
+    ) -> QuantizedWeights:
         """See `Fp8Kernels.quantize_weights`."""
         magnitudes = torch.stack([_magnitude(weight) for weight in weights])
         scales = _scales(magnitudes, scaling)
         rows = [_to_fp8(weight.float() * scale, scaling.dtype) for weight, scale in zip(weights, scales, strict=True)]
-        return QuantizedWeights(rows, [one.t() for one in rows], 1 / scales)
+        return QuantizedWeights(rows, [one.t() for one in rows] if by_column else None, 1 / scales)
 
     def take_weights(
         self, name: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor], inverses: torch.Tensor

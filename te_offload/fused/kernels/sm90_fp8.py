@@ -36,9 +36,9 @@ class Sm90Fp8Kernels(Sm90Kernels):
     def __reduce__(self) -> Any:
         return Sm90Fp8Kernels, (self._activation,)
 
-    def quantize_weights(self, weights: Experts, scaling: Scaling) -> QuantizedWeights:
+    def quantize_weights(self, weights: Experts, scaling: Scaling, *, by_column: bool = True) -> QuantizedWeights:
         """See `Fp8Kernels.quantize_weights`."""
-        return fp8.quantize_weights(weights, scaling)
+        return fp8.quantize_weights(weights, scaling, by_column=by_column)
 
     def take_weights(
         self, name: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor], inverses: torch.Tensor

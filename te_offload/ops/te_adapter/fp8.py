@@ -57,8 +57,8 @@ def fp8_scaling(op: Any) -> LinearScaling | str:
 
 
 def is_fp8_weight(weight: torch.Tensor) -> bool:
-    """Whether a weight is FP8 with one scale."""
-    return isinstance(weight, Float8Tensor)
+    """Whether a weight is FP8 with one scale, as it lies."""
+    return isinstance(weight, Float8Tensor) and weight._data is not None
 
 
 def fp8_weights(
