@@ -1,0 +1,104 @@
+"""The demo's model trained in every recipe that the GPU has, in one picture beside bf16.
+
+    ./run benchmarks.loss_curves [--steps 200] [--picture FILE.png] [--json FILE]
+
+Each recipe is trained from the same seed on the same text with offloading, fused where there are kernels and op by op; the
+picture shows the loss of each, a running mean over 10 steps. The table says the mean loss of the last 20 steps, and by how
+much it differs from bf16's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_offload.demo.model import ModelConfig
+from te_offload.demo.recipes import RECIPES
+from te_offload.demo.training import TrainingConfig, train
+from te_offload.fused import hopper
+
+MEAN, LAST = 10, 20
+PATHS = {"fused": "1", "op by op": "0"}
+
+
+def running_mean(losses: Sequence[float]) -> list[float]:
+    """Of so many steps up to each."""
+    return [statistics.fmean(losses[max(0, number - MEAN + 1) : number + 1]) for number in range(len(losses))]
+
+
+def curves(steps: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Losses by recipe and path, and why others are not there."""
+    found: dict[str, list[float]] = {}
+    missing: dict[str, str] = {}
+    for name, recipe in RECIPES.items():
+        available, reason = recipe.available()
+        for path, switch in PATHS.items():
+            label = f"{'bf16' if recipe.make is None else name}, {path}"
+            if not available:
+                missing[label] = reason
+                continue
+            os.environ[hopper.SWITCH] = switch
+            config = TrainingConfig(
+                ModelConfig(), steps=steps, device=torch.device("cuda"), dtype=torch.bfloat16, recipe=recipe
+            )
+            try:
+                result = train(config, offload=True, progress=lambda loss: None)
+            except RuntimeError as error:
+                missing[label] = str(error).strip().splitlines()[-1]
+                continue
+            found[label] = result.losses
+            print(f"{label}: {result.seconds:.1f} s, {result.bytes_out} bytes out", flush=True)
+    return found, missing
+
+
+def draw(path: Path, found: dict[str, list[float]]) -> None:
+    """One picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    for label, losses in found.items():
+        axes.plot(running_mean(losses), label=label, linewidth=1.2, linestyle="--" if "op by op" in label else "-")
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"loss, nats a byte (mean of {MEAN} steps)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+
+
+def main() -> None:
+    """Run, print a table, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200, help="of each run")
+    parser.add_argument("--picture", type=Path, help="where to draw")
+    parser.add_argument("--json", type=Path, help="write the losses here")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.loss_curves needs a CUDA device; torch sees none here.")
+    found, missing = curves(arguments.steps)
+    last = {label: statistics.fmean(losses[-LAST:]) for label, losses in found.items()}
+    base: float = last[next(iter(last))]
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; {arguments.steps} steps\n")
+    print(f"| recipe | first loss | mean of the last {LAST} | beside the first row |\n|---|---|---|---|")
+    for label, losses in found.items():
+        print(f"| {label} | {losses[0]:.4f} | {last[label]:.4f} | {100 * (last[label] / base - 1):+.2f}% |")
+    for label, reason in missing.items():
+        print(f"\n{label}: not there: {reason}")
+    if arguments.picture:
+        draw(arguments.picture, found)
+    if arguments.json:
+        result: dict[str, Any] = {"schema": "1.0", "losses": found, "missing": missing}
+        arguments.json.write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
