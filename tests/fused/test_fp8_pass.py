@@ -63,9 +63,14 @@ def fused_op(module: te.ops.Sequential) -> HopperGroupedMLP:
     return found
 
 
-def assert_ran_fused(module: te.ops.Sequential) -> None:
+def assert_all_fused(module: te.ops.Sequential) -> None:
     calls = calls_of(module[0])
-    assert fused_op(module) and calls.fused and not calls.handed_over, calls
+    assert calls.fused and not calls.handed_over, calls
+
+
+def assert_ran_fused(module: te.ops.Sequential) -> None:
+    assert fused_op(module)
+    assert_all_fused(module)
 
 
 def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], most: float = 0.03) -> None:

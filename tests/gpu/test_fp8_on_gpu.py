@@ -10,17 +10,16 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine.pytorch.ops.basic.grouped_linear as te_grouped_linear
 import transformer_engine_torch as tex
-from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 
 from te_offload import Fate, OffloadSession, SlotName, ops
 from te_offload.fused import hopper
-from te_offload.fused.calls import calls_of
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.graphs import CaptureState, capture
 from te_offload.ops.scaling import Scaling
+from tests.fused.test_fp8_pass import EVERY, RECIPES, assert_all_fused
 from tests.gpu.test_hopper_on_gpu import errors, fp64_run, of_whole_ops
 from tests.layouts.test_delayed_scaling import state
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run, seeded
@@ -30,13 +29,6 @@ HIDDEN, FFN = 256, 384
 SPLITS = (128, 0, 320, 64)  # Transformer Engine's own path takes multiples of 16
 TOKENS = sum(SPLITS)
 RAGGED = {"ragged": (16, 301, 47, 148), "empty and one-token": (0, 355, 1, 0), "no tokens": (0, 0, 0, 0)}
-RECIPES: dict[str, Any] = {
-    "current": te_recipe.Float8CurrentScaling(),
-    "current, E4M3": te_recipe.Float8CurrentScaling(fp8_format=te_recipe.Format.E4M3),
-    "current, powers of two": te_recipe.Float8CurrentScaling(use_power_2_scales=True),
-    "delayed": te_recipe.DelayedScaling(amax_history_len=4),
-}
-EVERY = pytest.mark.parametrize("recipe", RECIPES)
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +50,6 @@ def mlp(**options: Any) -> te.ops.Sequential:
 def step(module: te.ops.Sequential, recipe: str, seed: int = 1, splits: Any = SPLITS) -> dict[str, torch.Tensor]:
     with te.autocast(enabled=True, recipe=RECIPES[recipe]):
         return run(module, splits, hidden=HIDDEN, seed=seed)
-
-
-def assert_ran_fused(module: te.ops.Sequential) -> None:
-    calls = calls_of(module[0])
-    assert calls.fused and not calls.handed_over, calls
 
 
 @EVERY
@@ -87,7 +74,7 @@ def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
         results |= {name: parameter.grad for name, parameter in module.named_parameters()}
         found.append(of_whole_ops({name: tensor for name, tensor in results.items() if tensor is not None}))
         if switch == "1":
-            assert_ran_fused(module)
+            assert_all_fused(module)
     exact = of_whole_ops(fp64_run(mlp(activation=activation), SPLITS, activation, dy))
     for name, expected in exact.items():
         (rms, most), (their_rms, their_most) = (errors(one[name], expected) for one in found)
@@ -187,7 +174,7 @@ def test_offloading_changes_no_bit_and_two_runs_give_the_same(recipe: str) -> No
         FP8GlobalStateManager.reset()
         module = mlp()
         runs.append([step(module, recipe, seed) for seed in range(4)])
-        assert_ran_fused(module)
+        assert_all_fused(module)
     FP8GlobalStateManager.reset()
     module = mlp()
     with OffloadSession(module, min_bytes=0, max_in_flight=0, verify=True) as session:
@@ -254,7 +241,7 @@ def test_captured_steps_with_changing_routing_give_the_bits_of_eager_ones(recipe
             for one, other in zip(eager.parameters(), module.parameters(), strict=True):
                 assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad), number
         assert replay.state is CaptureState.CAPTURED, replay.reason
-    assert_ran_fused(module)
+    assert_all_fused(module)
 
 
 @pytest.mark.filterwarnings("ignore:Quantizer is being updated")  # by Transformer Engine, for all weights that are FP8
@@ -269,7 +256,7 @@ def test_weights_that_are_fp8_are_taken_as_they_are() -> None:
         for one, other in zip(dense.parameters(), module.parameters(), strict=True):
             one.copy_(other.dequantize())
     found, expected = step(module, "current"), step(dense, "current")
-    assert_ran_fused(module)
+    assert_all_fused(module)
     for name, value in found.items():
         off = (value.float() - expected[name].float()).norm() / expected[name].float().norm().clamp(min=1e-6)
         assert off <= 0.03, (name, float(off))
