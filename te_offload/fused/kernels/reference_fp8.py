@@ -55,8 +55,8 @@ class ReferenceFp8Kernels(ReferenceKernels):
         parts = _parts(numbers, offsets)
         scales = _scales(torch.stack([_magnitude(part) for part in parts]), scaling)
         inverses = 1 / scales
-        by_row, factors = torch.zeros(x.shape[0]), torch.zeros(x.shape[0])
-        rows = torch.zeros(x.shape, dtype=scaling.dtype)
+        by_row, factors = (torch.zeros(x.shape[0], device=x.device) for _ in range(2))
+        rows = torch.zeros(x.shape, dtype=scaling.dtype, device=x.device)
         for expert, part in enumerate(parts):
             place = slice(int(offsets[expert]), int(offsets[expert + 1]))
             by_row[place], factors[place] = scales[expert], inverses[expert] * weights[expert]
@@ -93,7 +93,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Fp8Kernels.fc1_fp8`."""
         assert x.rows is not None
-        act_input = torch.zeros(x.rows.shape[0], weights.rows[0].shape[0], dtype=dtype)
+        act_input = torch.zeros(x.rows.shape[0], weights.rows[0].shape[0], dtype=dtype, device=x.rows.device)
         self.linear_fp8(x, weights.rows, act_input, offsets, bias=bias, fast=fast)
         return act_input, self._activate(act_input, scales).abs().amax(1, keepdim=True).float()
 
@@ -129,7 +129,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
         fast: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Fp8Kernels.fc2_dgrad_fp8`. The gradient by fc2_input is not rounded in between, as in the kernel."""
-        dfc2_input = torch.zeros(act_input.shape)
+        dfc2_input = torch.zeros(act_input.shape, device=act_input.device)
         self.linear_fp8(dy, weights.columns, dfc2_input, offsets, fast=fast)
         dact_input, dscales = self._dactivate(dfc2_input, act_input.float(), scales)
         self.clear(offsets, dscales[:, None])
@@ -163,7 +163,7 @@ def _parts(rows: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
 def _magnitude(numbers: torch.Tensor) -> torch.Tensor:
     """The largest one; NaN is none."""
     found = numbers.detach().float().abs().nan_to_num(0.0, posinf=float("inf"))
-    return found.max() if found.numel() else torch.zeros(())
+    return found.max() if found.numel() else found.new_zeros(())
 
 
 def _scales(magnitudes: torch.Tensor, scaling: Scaling) -> torch.Tensor:
