@@ -97,6 +97,23 @@ def test_output_and_gradients_are_those_of_the_unfused_path(
         assert_near(one, other)
 
 
+def test_two_linears_may_have_split_sizes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for switch in ("reference", "0"):
+        monkeypatch.setenv(hopper.SWITCH, switch)
+        module = mlp()
+        x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+        with te.autocast(enabled=True, recipe=RECIPES["current"]):
+            y = module(x, sizes, scales, sizes.flip(0))
+        y.float().square().sum().backward()
+        assert x.grad is not None and scales.grad is not None
+        grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        found.append({"y": y.detach(), "x": x.grad, "scales": scales.grad} | grads)
+        if switch == "reference":
+            assert_ran_fused(module)
+    assert_near(*found)
+
+
 @pytest.mark.parametrize("scaled", [False, True], ids=["biases", "scaled biases"])
 def test_biases_and_their_gradients_are_those_without_quantization(scaled: bool) -> None:
     module = mlp(bias=True, fc2={"scale_bias": scaled})
