@@ -22,16 +22,27 @@ from te_offload.fused.calls import calls_of
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.fp8_interface import QuantizedWeights
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
+from te_offload.ops import te_adapter
 from tests.layouts.test_delayed_scaling import state
 from tests.support import te_on_cpu
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
 
 EXPERTS, HIDDEN, FFN, SPLITS = 3, 64, 128, (128, 0, 384)
 TOKENS = sum(SPLITS)
+
+
+def with_powers_of_two() -> Any:
+    """The scales; where Transformer Engine's ops look for them (the recipe's own argument is not asked)."""
+    recipe: Any = te_recipe.Float8CurrentScaling()
+    for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, operand, te_recipe.QParams(power_2_scale=True, amax_epsilon=0.0))
+    return recipe
+
+
 RECIPES: dict[str, Any] = {
     "current": te_recipe.Float8CurrentScaling(),
     "current, E4M3": te_recipe.Float8CurrentScaling(fp8_format=te_recipe.Format.E4M3),
-    "current, powers of two": te_recipe.Float8CurrentScaling(use_power_2_scales=True),
+    "current, powers of two": with_powers_of_two(),
     "delayed": te_recipe.DelayedScaling(amax_history_len=4),
 }
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
@@ -183,8 +194,40 @@ def test_weights_in_fp8_are_let_go_of_in_the_backward(recipe: str) -> None:
         patch.setattr(ReferenceFp8Kernels, "quantize_weights", noted)
         loss = module(x, sizes, scales, sizes).float().sum()
     assert len(made) == 2 * EXPERTS and all(one() is not None for one in made)
-    loss.backward()
-    assert not any(one() is not None for one in made)
+    alive: list[list[bool]] = []
+    multiply = ReferenceFp8Kernels.wgrad_fp8
+
+    def looked_at(self: ReferenceFp8Kernels, *args: Any, **kwargs: Any) -> None:
+        alive.append([one() is not None for one in made])
+        multiply(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReferenceFp8Kernels, "wgrad_fp8", looked_at)
+        loss.backward()
+    assert alive == [[True] * EXPERTS + [False] * EXPERTS, [False] * 2 * EXPERTS]  # at FC2's wgrad, and at FC1's
+
+
+def test_scaling_of_each_operand_is_what_the_recipe_says() -> None:
+    found = {}
+    for name, recipe in RECIPES.items():
+        FP8GlobalStateManager.reset()
+        module = mlp()
+        with te.autocast(enabled=True, recipe=recipe):
+            run(module, SPLITS, hidden=HIDDEN)
+            scaling = te_adapter.fp8_scaling(module[2])
+        assert not isinstance(scaling, str)
+        found[name] = [scaling.input, scaling.weight, scaling.grad_output]
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    for name, kinds in found.items():
+        assert [one.dtype for one in kinds] == [e4m3, e4m3, e4m3 if "E4M3" in name else e5m2], name
+        assert {one.power_of_two for one in kinds} == {"powers" in name}, name
+        assert all((one.given is not None) == (one.kept is not None) == (name == "delayed") for one in kinds), name
+    for place, (one, mode) in enumerate(zip(found["delayed"], ("forward", "forward", "backward"), strict=True)):
+        step_of, first = (1, 0) if mode == "backward" else (2, place)
+        quantizers = [module[2].get_quantizer(mode, first + step_of * expert) for expert in range(EXPERTS)]
+        assert one.given is not None and one.kept is not None
+        assert [scale.data_ptr() for scale in one.given] == [quantizer.scale.data_ptr() for quantizer in quantizers]
+        assert [amax.data_ptr() for amax in one.kept] == [quantizer.amax.data_ptr() for quantizer in quantizers]
 
 
 def test_without_a_backward_weights_are_quantized_one_way_round() -> None:
@@ -282,7 +325,7 @@ def test_what_it_does_not_take_is_said(recipe: Any, sizes: dict[str, int], reaso
 
 def test_recipe_may_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
     module, alone = mlp(), mlp()
-    for recipe in ("current", "delayed", "current, powers of two"):
+    for recipe in ("current", "delayed", "current"):  # of two kinds: options of one are not looked at again
         FP8GlobalStateManager.reset()
         found = step(module, recipe)
         assert_ran_fused(module)

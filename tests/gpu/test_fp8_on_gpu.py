@@ -209,6 +209,22 @@ def test_delayed_scaling_has_the_scales_of_transformer_engine_after_fifty_steps(
         assert torch.allclose(value, found[1][name], rtol=0.07), (name, value, found[1][name])
 
 
+def test_split_sizes_that_sum_to_fewer_rows_give_zeros_beyond_them() -> None:
+    module = mlp()
+    results = []
+    for splits, counts in (((128, 0, 320), SPLITS[:3]), (SPLITS, SPLITS)):
+        x, _, scales = make_inputs(splits if len(splits) == 4 else SPLITS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        sizes = torch.tensor([*counts, 0][:4], device="cuda")
+        with te.autocast(enabled=True, recipe=RECIPES["current"]):
+            y = module(x, sizes, scales, sizes)
+        y.float().square().sum().backward()
+        assert x.grad is not None and scales.grad is not None
+        results.append((y.detach(), x.grad, scales.grad))
+    rows = sum(SPLITS[:3])
+    for fewer, every in zip(*results, strict=True):
+        assert torch.equal(fewer[:rows], every[:rows]) and not fewer[rows:].any()
+
+
 @EVERY
 def test_captured_steps_with_changing_routing_give_the_bits_of_eager_ones(recipe: str) -> None:
     if recipe == "delayed":

@@ -66,6 +66,8 @@ def _to_fp8(x: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, torch.Tensor
         scale = quantizer.scale
     else:
         scale = torch.tensor(most) / amax.clamp(min=1e-12)
+        if quantizer.force_pow_2_scales:
+            scale = torch.exp2(scale.log2().floor())
     return (x.float() * scale).clamp(-most, most).to(dtype).view(torch.uint8), (1 / scale).reshape(1)
 
 
