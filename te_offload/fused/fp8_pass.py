@@ -143,7 +143,7 @@ class Fp8Pass:
     def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
         """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""
         kernels, offsets = self._kernels, self._offsets1
-        self._rebuilt = None
+        self._rebuilt = self._dy = None
         self._dy = kernels.quantize(
             dact_input,
             offsets,

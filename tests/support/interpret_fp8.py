@@ -40,11 +40,13 @@ def replace_in_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
     def convert_float(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if source is not tl.float32 or target not in (*DTYPES, tl.bfloat16):
+        if source is not tl.float32 or target not in (*DTYPES, tl.bfloat16, tl.float16):
             return convert(numbers, source, target, rounding)
         wide = torch.from_numpy(np.ascontiguousarray(numbers))
         if target is tl.bfloat16:
             return wide.bfloat16().view(torch.uint16).numpy()
+        if target is tl.float16:
+            return wide.half().numpy()
         dtype = DTYPES[target]
         return wide.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).view(torch.uint8).numpy()
 
@@ -100,18 +102,18 @@ def main() -> None:
             same_rows(found, expected, offsets, what)
             assert found.rows is not None
             same_rows(fp8_columns(found, fp8.turn(found.rows, offsets)), expected, offsets, what)
-        finite = torch.where(x.isfinite(), x, torch.ones(()).to(x))
-        exact = reference.quantize(finite, offsets, Scaling(dtype), weights=weights, router=router)
-        magnitudes = reference._activate(finite, router).abs().amax(1, keepdim=True).float() * (
-            1 + 2.0**-11
-        )  # unrounded
-        quantize = functools.partial(fp8.quantize, finite, offsets, Scaling(dtype), weights=weights)
-        found = quantize(magnitudes=magnitudes, activation=(activation, router))
-        if clamp is None:  # torch's tanh is another one
-            same_rows(found, exact, offsets, ("activation", dtype))
-        turned = fp8.turn(finite, offsets, activation=(activation, router, found.scales, dtype))
-        by_row = ReferenceFp8Kernels(activation).turn(found, offsets)
-        same_rows(fp8_columns(found, turned), by_row, offsets, ("rebuilt", dtype, clamp))
+        for kind in (torch.bfloat16, torch.float16):
+            finite = torch.where(x.isfinite(), x, torch.ones(()).to(x)).to(kind)
+            exact = reference.quantize(finite, offsets, Scaling(dtype), weights=weights, router=router)
+            magnitudes = reference._activate(finite, router).abs().amax(1, keepdim=True).float()
+            magnitudes *= 1 + 2.0**-13  # as before they were rounded
+            quantize = functools.partial(fp8.quantize, finite, offsets, Scaling(dtype), weights=weights)
+            found = quantize(magnitudes=magnitudes, activation=(activation, router))
+            if clamp is None:  # torch's tanh is another one
+                same_rows(found, exact, offsets, ("activation", dtype))
+            turned = fp8.turn(finite, offsets, activation=(activation, router, found.scales, dtype))
+            by_row = ReferenceFp8Kernels(activation).turn(found, offsets)
+            same_rows(fp8_columns(found, turned), by_row, offsets, ("rebuilt", dtype, clamp))
     packed = seeded((EXPERTS, 200, COLUMNS), 3, dtype=torch.bfloat16)
     table = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
     quantized = fp8.quantize_weights(Experts(packed, table), Scaling(torch.float8_e4m3fn))

@@ -19,6 +19,7 @@ from te_offload.ops.scaling import Scaling
 
 BLOCK = fp8_device.BLOCK
 _SCALE_BLOCK = 1024
+_ROUNDS = {torch.bfloat16: 1, torch.float16: 2}
 _ROWS, _COLUMNS = 8, 512  # of a step of the search for the largest magnitude
 
 
@@ -49,7 +50,7 @@ def quantize(
         by_row, by_column: what is returned.
     """
     tokens, experts = x.shape[0], offsets.shape[0] - 1
-    rounds = magnitudes is not None
+    rounds = 0 if magnitudes is None else _ROUNDS[x.dtype]
     if magnitudes is None:
         magnitudes = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
         grid = (triton.cdiv(tokens, _ROWS),)
@@ -101,7 +102,7 @@ def quantize_weights(weights: Experts, scaling: Scaling, *, by_column: bool = Tr
         weights.view, weights.table, stride, magnitudes, rows, columns, parts, BLOCK
     )
     each = torch.arange(count + 1, dtype=torch.int32, device=device)
-    inverses, scales, _ = _scales(magnitudes, each, scaling, None, rounds=False, rows=count)
+    inverses, scales, _ = _scales(magnitudes, each, scaling, None, rounds=0, rows=count)
     by_row = torch.empty(count, rows, columns, dtype=scaling.dtype, device=device)
     turned = torch.empty(count, columns, rows, dtype=scaling.dtype, device=device) if by_column else None
     fp8_device.quantize_weights[(count, parts, triton.cdiv(columns, BLOCK))](
@@ -128,7 +129,7 @@ def _scales(
     scaling: Scaling,
     weights: torch.Tensor | None,
     *,
-    rounds: bool,
+    rounds: int,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Inverse scales (N,), the scale of each row, and ``factors``."""

@@ -77,8 +77,8 @@ def expert_scales(
     """The scale of each expert's rows from their magnitudes (T, parts), and where it is read: by row.
 
     ``inverses[expert]`` = 1 / scale, ``row_scales[row]`` = scale, ``row_factors[row]`` = others[expert] / scale.
-    ``ROUND``: magnitudes are of numbers that are rounded to bf16 after them. ``GIVEN``: scales come from ``given``, as
-    delayed scaling has them, and magnitudes are kept for it in ``kept``, both (N) with a stride.
+    ``ROUND``: magnitudes are of numbers that are rounded after them, 1: to bf16, 2: to fp16. ``GIVEN``: scales come from
+    ``given``, as delayed scaling has them, and magnitudes are kept for it in ``kept``, both (N) with a stride.
     """
     expert = tl.program_id(0)
     begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
@@ -87,8 +87,10 @@ def expert_scales(
         index = place + tl.arange(0, BLOCK)
         found = tl.maximum(found, tl.load(magnitudes + index, mask=index < end * parts, other=0.0))
     magnitude = tl.max(found, 0)
-    if ROUND:
+    if ROUND == 1:
         magnitude = magnitude.to(tl.bfloat16).to(tl.float32)
+    if ROUND == 2:
+        magnitude = magnitude.to(tl.float16).to(tl.float32)
     if GIVEN:
         scale = tl.load(given + expert * stride)
         tl.store(kept + expert * stride, tl.maximum(tl.load(kept + expert * stride), magnitude))
