@@ -3,7 +3,8 @@
     ./run benchmarks.layer_graphs [--layers 24 --experts 8 --hidden 4096 --ffn 2048 --tokens 32768] [--fraction 0.25]
                                   [--ways eager "layer graphs"] [--rounds 10] [--max-in-flight 256MiB] [--json FILE]
 
-A layer is a norm, a grouped MLP of te_offload and a residual; gradients stay from step to step and are zeroed, as under a
+A layer is a norm, a grouped MLP of te_offload and a residual; what comes before the first one has a parameter too, as an
+embedding has, so that each layer's input requires a gradient. Gradients stay from step to step and are zeroed, as under a
 distributed optimizer. Each way runs a few steps in a process of its own, where `least free` is the least that
 `cudaMemGetInfo` said, sampled all the time from before the first step on; then all ways are timed in one process,
 interleaved and in both orders: medians over the rounds, by events of the GPU, of two steps in a row with other inputs.
@@ -71,7 +72,8 @@ class Way:
         if layers is not None:
             for ours, theirs in zip(self.layers.parameters(), layers.parameters(), strict=True):
                 ours.data = theirs.data
-        for parameter in self.layers.parameters():
+        self.before = torch.nn.Parameter(torch.ones(arguments.hidden, device="cuda", dtype=torch.bfloat16))
+        for parameter in (self.before, *self.layers.parameters()):
             parameter.grad = torch.zeros_like(parameter)
         self.session: OffloadSession | None = None
         if "offload" in name:
@@ -88,7 +90,8 @@ class Way:
 
     def step(self, inputs: Inputs) -> None:
         """Forward and backward."""
-        torch._foreach_zero_([parameter.grad for parameter in self.layers.parameters() if parameter.grad is not None])
+        parameters = self.before, *self.layers.parameters()
+        torch._foreach_zero_([parameter.grad for parameter in parameters if parameter.grad is not None])
         if self.session is None:
             self._pass(inputs)
         else:
@@ -97,6 +100,7 @@ class Way:
 
     def _pass(self, inputs: Inputs) -> None:
         x, sizes, scales = inputs
+        x = x * self.before
         for layer in self.layers:
             x = layer(x, sizes, scales)
         x.backward(torch.full_like(x, 1e-3))

@@ -65,13 +65,19 @@ def draw(path: Path, found: dict[str, list[float]]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5))
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2))
+    base = running_mean(next(iter(found.values())))
     for label, losses in found.items():
-        axes.plot(running_mean(losses), label=label, linewidth=1.2, linestyle="--" if "op by op" in label else "-")
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"loss, nats a byte (mean of {MEAN} steps)")
-    axes.legend()
-    axes.grid(alpha=0.3)
+        mean, line = running_mean(losses), "--" if "op by op" in label else "-"
+        above.plot(mean, label=label, linewidth=1.2, linestyle=line)
+        differences = [100 * (ours / theirs - 1) for ours, theirs in zip(mean, base, strict=True)]
+        below.plot(differences, linewidth=1.2, linestyle=line)
+    above.set_ylabel(f"loss, nats a byte (mean of {MEAN} steps)")
+    above.legend()
+    below.set_ylabel(f"beside {next(iter(found))}, %")
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130, bbox_inches="tight")
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from te_offload.graphs.recovery import recover
+from te_offload.offload.streams import new_stream
 
 Function = Callable[[], Any]
 
@@ -106,7 +107,7 @@ class Pool:
 @functools.cache
 def _capture_stream(index: int, thread: int) -> torch.cuda.Stream:
     """Of a GPU and a thread: another thread's warm-up must not run into a capture."""
-    return torch.cuda.Stream(index)
+    return new_stream(index)
 
 
 class CudaBackend:

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from te_offload.offload.cuda_copies import Copier
+from te_offload.offload.streams import new_stream
 
 Piece = tuple[int, int, int]  # source address, target address, bytes
 
@@ -202,8 +203,8 @@ class CudaTransfer:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._out = _Way(stream or torch.cuda.Stream(self._index))
-        self._back = _Way(stream or torch.cuda.Stream(self._index))
+        self._out = _Way(stream or new_stream(self._index))
+        self._back = _Way(stream or new_stream(self._index))
         self._copier = Copier(self._index)
         self.timed = True
         # Those of `torch.cuda.Event` without the Python around them, which takes a quarter of a microsecond each.

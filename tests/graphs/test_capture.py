@@ -22,7 +22,7 @@ from te_offload.errors import (
     StateError,
     WarmUpError,
 )
-from te_offload.graphs import Capture, CaptureState, Pool, capture
+from te_offload.graphs import Capture, CaptureState, Pool, backend, capture
 from te_offload.graphs.backend import CudaBackend
 from te_offload.graphs.states import TRANSITIONS, change
 from te_offload.ops import row_check
@@ -423,7 +423,7 @@ def test_captures_of_a_thread_share_a_stream_and_other_threads_have_another(monk
         made.append(index)
         return SimpleNamespace()
 
-    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(backend, "new_stream", make)
     index = 97  # of a GPU that no other test has
     device, pool = torch.device("cuda", index), Pool()
     one, other, alone = CudaBackend(device, pool), CudaBackend(device, pool), CudaBackend(device, None)

@@ -14,6 +14,7 @@ from te_offload.graphs.layers.bank import Bank
 from te_offload.graphs.layers.resident import ResidentMemory
 from te_offload.graphs.layers.space import Space
 from te_offload.graphs.layers.virtual import CudaVirtualMemory, VirtualMemory
+from te_offload.offload.streams import new_stream
 from te_offload.offload.transfer import Transfer, make_transfer
 
 _ROUNDS = 8  # of replays of all layers, after which memory that none of them needed goes back
@@ -32,7 +33,7 @@ class Ground:
 
     def __init__(self, device: torch.device, *, virtual: bool) -> None:
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = new_stream(self.device.index)
         self.resident: str | None = None
         memory: VirtualMemory
         try:

@@ -1,0 +1,45 @@
+"""Streams on a GPU take little of its memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+MEASURE = """
+import json, torch
+from te_offload.offload.streams import new_stream
+torch.zeros(1, device="cuda")
+def free():
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+before = free()
+ours = [new_stream(0) for _ in range(3)]
+x = torch.arange(1 << 20, device="cuda")
+for stream in ours:
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = x + 1
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.cuda.current_stream() != stream
+right = bool((y == x + 1).all())
+torch.cuda.empty_cache()
+middle = free()
+theirs = torch.cuda.Stream()
+print(json.dumps([right, before - middle, middle - free(), len({one.cuda_stream for one in ours})]))
+"""
+"""Bytes that three of ours take, and torch's first one."""
+
+
+def test_three_streams_of_ours_take_less_memory_than_the_first_of_torchs() -> None:
+    """That makes all of its streams at once."""
+    done = subprocess.run([sys.executable, "-c", MEASURE], stdout=subprocess.PIPE, text=True, check=True)
+    right, ours, theirs, handles = json.loads(done.stdout.splitlines()[-1])
+    print(f"three streams of ours: {ours} bytes, the first of torch's: {theirs}")
+    assert right
+    assert handles == 3
+    assert ours < theirs
