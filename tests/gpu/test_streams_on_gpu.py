@@ -13,24 +13,24 @@ pytestmark = pytest.mark.gpu
 MEASURE = """
 import json, torch
 from te_offload.offload.streams import new_stream
-torch.zeros(1, device="cuda")
+x = torch.arange(1 << 20, device="cuda")
+y = x + 1
 def free():
     torch.cuda.synchronize()
     return torch.cuda.mem_get_info()[0]
 before = free()
 ours = [new_stream(0) for _ in range(3)]
-x = torch.arange(1 << 20, device="cuda")
 for stream in ours:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        y = x + 1
+        y.add_(x)
     torch.cuda.current_stream().wait_stream(stream)
     assert torch.cuda.current_stream() != stream
-right = bool((y == x + 1).all())
-torch.cuda.empty_cache()
 middle = free()
 theirs = torch.cuda.Stream()
-print(json.dumps([right, before - middle, middle - free(), len({one.cuda_stream for one in ours})]))
+last = free()
+right = bool((y == 4 * x + 1).all())
+print(json.dumps([right, before - middle, middle - last, len({one.cuda_stream for one in ours})]))
 """
 """Bytes that three of ours take, and torch's first one."""
 
@@ -42,4 +42,4 @@ def test_three_streams_of_ours_take_less_memory_than_the_first_of_torchs() -> No
     print(f"three streams of ours: {ours} bytes, the first of torch's: {theirs}")
     assert right
     assert handles == 3
-    assert ours < theirs
+    assert ours < theirs / 4
