@@ -76,7 +76,7 @@ class Fp8Pass:
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
-    def quantize_input(self, x: torch.Tensor) -> torch.Tensor:
+    def quantize_input(self, x: torch.Tensor, split_sizes: torch.Tensor) -> torch.Tensor:
         """FP8 rows of FC1's input: what the backward needs of it."""
         self._x = self._kernels.quantize(x, self._offsets1, self._scaling1.input, weights=self._weights1.inverses)
         assert self._x.rows is not None

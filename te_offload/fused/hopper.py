@@ -4,7 +4,7 @@ In: windows of GroupedLinear, ScaledSReLU or ScaledTanhSReLU, GroupedLinear with
 Out: the results of the three ops, and their slots: ``fc1_input`` and ``act_input`` are saved, ``fc2_input`` is rebuilt in
 the backward. Keeps true: each slot is declared when it is written and read back just before its first use; what one call
 cannot take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: know how
-FP8 is made (`fp8_pass`).
+numbers are quantized (`quantized`).
 
 ``TE_OFFLOAD_FUSED_MLP``, when a Sequential runs first: ``1`` takes windows on Hopper, ``0`` takes none, ``reference`` takes
 them everywhere and computes in torch arithmetic. Unset is ``1`` where the kernels' packages are of the versions tested.
@@ -23,14 +23,11 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, SavedTensorModifiedError
-from te_offload.fused import blackwell, fp8_pass, parameters
+from te_offload.fused import blackwell, parameters, quantized
 from te_offload.fused.calls import calls_of
-from te_offload.fused.fp8_pass import Fp8Pass
 from te_offload.fused.grads import bias_grads, weight_grads, wide_scales
 from te_offload.fused.kernels.experts import TMA_BYTES
 from te_offload.fused.kernels.interface import Kernels, SquaredReLU
-from te_offload.fused.kernels.reference import ReferenceKernels
-from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
 from te_offload.ops import GroupedLinear, ScaledSReLU, ScaledTanhSReLU, row_check, te_adapter
@@ -57,7 +54,8 @@ def explain(window: Window, recipe: Any = None) -> Support:
     reason = None if mode == "reference" else _machine_reason(quantizes=recipe is not None)
     reason = reason or _structure_reason(window)
     if reason is None and recipe is not None:
-        reason = fp8_pass.structure_reason((("FC1", window.fc1), ("FC2", window.fc2)), recipe)
+        linears = ("FC1", window.fc1), ("FC2", window.fc2)
+        reason = quantized.structure_reason(linears, recipe, reference=mode == "reference")
     return Support(True) if reason is None else Support(False, reason)
 
 
@@ -146,7 +144,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
 
     def __init__(self, basic_ops: Sequence[torch.nn.Module]) -> None:
         super().__init__(basic_ops)
-        self._kernels: dict[tuple[bool, bool], Kernels] = {}  # on a GPU or not, for a module may move; in FP8 or not
+        self._kernels: dict[tuple[bool, quantized.Way], Kernels] = {}  # on a GPU or not, for a module may move
 
     def support(
         self, ctxs: Sequence[te_adapter.OperationContext], input_: torch.Tensor, extra_inputs: Sequence[Any]
@@ -173,15 +171,15 @@ class HopperGroupedMLP(te.ops.FusedOperation):
                 return f"the split sizes are {sizes.dtype}"
         if te_adapter.is_grouped_tensor(input_):
             return "its input is a GroupedTensor"
-        quantizes = te_adapter.quantization_enabled()
+        way = quantized.way_of_call()
         if len({ctx.requires_grad for ctx in ctxs}) > 1:
             return "a gradient is needed by some of its ops alone"
         dtypes = []
         for op in (fc1, fc2):
-            reason = fp8_pass.call_reason(op) if quantizes else None
+            reason = quantized.call_reason(way, op)
             if reason is not None:
                 return reason
-            weight = _weight_of(op, fp8=quantizes)
+            weight = _weight_of(op, way)
             if weight is None:
                 return "weights that are quantized, or no plain tensors"
             dtypes.append(weight.dtype)
@@ -229,13 +227,13 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             calls.reason = reason
             return self._forward_one_by_one(basic_op_ctxs, input_, **kwargs)
         calls.fused += 1
-        quantizes = te_adapter.quantization_enabled()
+        way = quantized.way_of_call()
         splits1, scales, splits2 = extra_inputs[0][0], extra_inputs[1][0], extra_inputs[2][0]
         self._check(input_, splits1, scales, splits2)
         for op, splits in ((fc1, splits1), (fc2, splits2)):  # of which no kernel reads more than there are rows
             row_check.note(op, splits, input_.shape[:-1].numel())
-        kernels = self._kernels_for(input_, fp8=quantizes)
-        weight = _weight_of(fc1, fp8=quantizes)
+        kernels = self._kernels_for(input_, way)
+        weight = _weight_of(fc1, way)
         assert weight is not None
         dtype = weight.dtype
         bias1, bias2 = parameters.bias(fc1, dtype), parameters.bias(fc2, dtype)
@@ -250,12 +248,11 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         offsets2 = offsets1 if splits2 is splits1 else kernels.offsets(splits2, y)
 
         saves = bool(ctx1.requires_grad)
-        numbers: Fp8Pass | None = None
-        if quantizes:
-            numbers = Fp8Pass(kernels, fc1, fc2, (offsets1, offsets2), flat_scales, backward=saves)
-            x = numbers.quantize_input(x)
+        numbers = quantized.make_pass(way, kernels, fc1, fc2, (offsets1, offsets2), flat_scales, backward=saves)
+        if numbers is not None:
+            x = numbers.quantize_input(x, splits1)
         if saves:
-            ctx1.te_offload_fp8 = numbers
+            ctx1.te_offload_quantized = way, numbers
             wgrad1, wgrad2 = parameters.first_weight(fc1).requires_grad, parameters.first_weight(fc2).requires_grad
             ctx1.te_offload_versions = parameters.versions(fc1, fc2)
             self._save_linear(fc1, ctx1, (splits1, offsets1), (), x if wgrad1 else None, kwargs, 0)
@@ -361,9 +358,9 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         act_input, scales = ctx2.saved_tensors
         dtype = act_input.dtype
         dy = _readable(te_adapter.maybe_dequantize(grad_output, dtype), fc2.out_features)
-        numbers: Fp8Pass | None = ctx1.te_offload_fp8
-        ctx1.te_offload_fp8 = None  # it holds quantized weights, and a second backward is an error
-        kernels = self._kernels_for(dy, fp8=numbers is not None)
+        way, numbers = ctx1.te_offload_quantized
+        ctx1.te_offload_quantized = None  # it holds quantized weights, and a second backward is an error
+        kernels = self._kernels_for(dy, way)
         flat_scales = wide_scales(scales)
         if numbers is not None:
             dact_input, dscales = numbers.fc2_dgrad(dy, act_input, flat_scales, wgrad=ctx3.weight_requires_grad)
@@ -416,36 +413,23 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             extras.insert(0, next(iter(extra)))
         return dy, grads, extras
 
-    def _kernels_for(self, tensor: torch.Tensor, *, fp8: bool) -> Any:
-        key = tensor.is_cuda, fp8
+    def _kernels_for(self, tensor: torch.Tensor, way: quantized.Way) -> Any:
+        key = tensor.is_cuda, way
         kernels = self._kernels.get(key)
         if kernels is None:
             reference = os.environ.get(SWITCH) == "reference" or not tensor.is_cuda
             activation = SquaredReLU(getattr(self.basic_ops[1], "tanh_clamp_scale", None))
-            if reference:
-                kernels = (ReferenceFp8Kernels if fp8 else ReferenceKernels)(activation)
-            else:
-                kernels = _sm90_kernels(activation, fp8=fp8)
-            self._kernels[key] = kernels
+            kernels = self._kernels[key] = quantized.make_kernels(way, activation, reference=reference)
         return kernels
 
 
-def _sm90_kernels(activation: SquaredReLU, *, fp8: bool) -> Kernels:
-    if fp8:
-        from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels
-
-        return Sm90Fp8Kernels(activation)
-    from te_offload.fused.kernels.sm90 import Sm90Kernels
-
-    return Sm90Kernels(activation)
-
-
-def _weight_of(op: Any, *, fp8: bool) -> torch.Tensor | None:
+def _weight_of(op: Any, way: quantized.Way) -> torch.Tensor | None:
     """A tensor of the weights' dtype and device; ``None`` if they are neither dense nor, where that goes, FP8. All of an op
     are of one kind: Transformer Engine says so before each forward.
     """
     weight = parameters.first_weight(op)
-    return weight if fp8 and te_adapter.is_fp8_weight(weight) else parameters.dense_weight(op)
+    fp8 = way == quantized.TENSOR_SCALES and te_adapter.is_fp8_weight(weight)
+    return weight if fp8 else parameters.dense_weight(op)
 
 
 def _multiply(

@@ -309,12 +309,10 @@ def test_no_tokens_give_zero_gradients_of_weights() -> None:
 @pytest.mark.parametrize(
     ("recipe", "sizes", "reason"),
     [
-        (te_recipe.Float8BlockScaling(), {}, "a scale a tensor alone"),
-        (te_recipe.MXFP8BlockScaling(), {}, "a scale a tensor alone"),
         (RECIPES["current"], {"hidden": 72}, "FC1 is 72 x 128; FP8 takes multiples of 16"),
         (te_recipe.Float8CurrentScaling(backward_override="dequantized"), {}, "backward_override=dequantized"),
     ],
-    ids=["blocks", "MXFP8", "72 columns", "override"],
+    ids=["72 columns", "override"],
 )
 def test_what_it_does_not_take_is_said(recipe: Any, sizes: dict[str, int], reason: str) -> None:
     module = make_mlp(**({"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN, "dtype": torch.bfloat16} | sizes))  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
         """See `Fp8Kernels.quantize_weights`."""
         magnitudes = torch.stack([_magnitude(weight) for weight in weights])
         scales = _scales(magnitudes, scaling)
-        rows = [_to_fp8(weight.float() * scale, scaling.dtype) for weight, scale in zip(weights, scales, strict=True)]
+        rows = [to_fp8(weight.float() * scale, scaling.dtype) for weight, scale in zip(weights, scales, strict=True)]
         return QuantizedWeights(rows, [one.t() for one in rows] if by_column else None, 1 / scales)
 
     def take_weights(
@@ -60,7 +60,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
         for expert, part in enumerate(parts):
             place = slice(int(offsets[expert]), int(offsets[expert + 1]))
             by_row[place], factors[place] = scales[expert], inverses[expert] * weights[expert]
-            rows[place] = _to_fp8(part.float() * scales[expert], scaling.dtype)
+            rows[place] = to_fp8(part.float() * scales[expert], scaling.dtype)
         return QuantizedRows(rows, rows.t() if by_column else None, by_row, inverses, factors)
 
     def turn(self, rows: QuantizedRows, offsets: torch.Tensor) -> QuantizedRows:
@@ -77,7 +77,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
         dtype: torch.dtype,
     ) -> QuantizedRows:
         """See `Fp8Kernels.rebuild`."""
-        numbers = _to_fp8(self._activate(act_input, router) * rows.scales[:, None], dtype)
+        numbers = to_fp8(self._activate(act_input, router) * rows.scales[:, None], dtype)
         return dataclasses.replace(rows, rows=None, columns=numbers.t())
 
     def fc1_fp8(
@@ -171,16 +171,21 @@ def _scales(magnitudes: torch.Tensor, scaling: Scaling) -> torch.Tensor:
     if scaling.given is not None and scaling.kept is not None:
         scaling.kept.copy_(torch.maximum(scaling.kept, magnitudes))
         return scaling.given.clone()
-    magnitudes = magnitudes.clamp(min=scaling.epsilon)
-    most = torch.full_like(magnitudes, torch.finfo(scaling.dtype).max)  # torch multiplies a number by a reciprocal
+    return scales_of(magnitudes, scaling.dtype, scaling.epsilon, power_of_two=scaling.power_of_two)
+
+
+def scales_of(magnitudes: torch.Tensor, dtype: torch.dtype, epsilon: float, *, power_of_two: bool) -> torch.Tensor:
+    """See `fp8_device`."""
+    magnitudes = magnitudes.clamp(min=epsilon)
+    most = torch.full_like(magnitudes, torch.finfo(dtype).max)  # torch multiplies a number by a reciprocal
     scales = (most / magnitudes).clamp(max=_MOST)
     scales = torch.where((magnitudes == 0) | magnitudes.isinf(), torch.ones_like(scales), scales)
-    if scaling.power_of_two:
+    if power_of_two:
         scales = (scales.view(torch.int32) & 0x7F800000).view(torch.float32)
     return scales
 
 
-def _to_fp8(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
+def to_fp8(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     """Saturated."""
     most = torch.finfo(dtype).max
     found: torch.Tensor = numbers.detach().float().clamp(-most, most).to(dtype)

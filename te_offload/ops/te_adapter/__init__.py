@@ -12,6 +12,14 @@ from transformer_engine.pytorch.ops._common import (
 )
 from transformer_engine.pytorch.ops.op import OperationContext
 
+from te_offload.ops.te_adapter.blocks import (
+    block_format,
+    block_scaling,
+    columns_of,
+    grouped_columns,
+    nvfp4_numbers,
+    nvfp4_reference,
+)
 from te_offload.ops.te_adapter.carry import Layout, bring_carried, buffers_of
 from te_offload.ops.te_adapter.fp8 import fp8_recipe_reason, fp8_scaling, fp8_weights, is_fp8_weight
 from te_offload.ops.te_adapter.fusion import (
@@ -78,8 +86,11 @@ __all__ = [
     "accumulates_into_main_grad",
     "active_recipe",
     "any_marked_not_offload",
+    "block_format",
+    "block_scaling",
     "bring_carried",
     "buffers_of",
+    "columns_of",
     "cublaslt_version",
     "dims_reason",
     "drop_unread_rows",
@@ -93,6 +104,7 @@ __all__ = [
     "fused_glu_class",
     "fused_unary_activations",
     "fused_unary_class",
+    "grouped_columns",
     "grouped_path_supported",
     "installed_version",
     "is_distributed_weight",
@@ -104,6 +116,8 @@ __all__ = [
     "mark_activations",
     "mark_exempt_and_kept",
     "maybe_dequantize",
+    "nvfp4_numbers",
+    "nvfp4_reference",
     "offload_context_active",
     "put_together",
     "quantization_enabled",

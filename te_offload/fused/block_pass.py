@@ -1,0 +1,150 @@
+"""One forward and backward of the fused grouped MLP in a block-scaled format: what is quantized and multiplied when.
+
+In: kernels, the two linears inside ``te.autocast``, offsets, dense tensors. Out: dense tensors; a storage of columns to
+save. Keeps true: a tensor is quantized from its dense numbers, rows and columns at once where both are needed; of FC1's
+input the backward gets the columns alone, of FC2's none: it is rebuilt, to the same numbers. Does not: save, offload, or
+know of autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_offload.fused import parameters
+from te_offload.fused.kernels.block_interface import BlockKernels, BlockNumbers, BlockWeights
+from te_offload.ops import te_adapter
+from te_offload.ops.scaling import BlockFormat, BlockScaling, LinearBlockScaling
+
+
+def structure_reason(ops: Sequence[tuple[str, Any]], recipe: Any, *, reference: bool) -> str | None:
+    """Why linears, with names, do not go this way under a recipe that scales by blocks; ``None`` if they do."""
+    form = te_adapter.block_format(recipe)
+    assert form is not None
+    if getattr(recipe, "backward_override", None) is not None:
+        return f"recipe {type(recipe).__name__} with backward_override={recipe.backward_override}"
+    if form is not BlockFormat.FP8 and not reference:
+        return f"recipe {type(recipe).__name__}: Hopper has no tensor cores for {form.value}"
+    _, multiple = te_adapter.shape_multiples(recipe)
+    for name, op in ops:
+        if op.in_features % multiple or op.out_features % multiple:
+            return f"{name} is {op.in_features} x {op.out_features}; {form.value} takes multiples of {multiple}"
+    return None
+
+
+def call_reason(op: Any) -> str | None:
+    """Why a linear does not go this way in a call inside ``te.autocast``; ``None`` if it does."""
+    found = te_adapter.block_scaling(op)
+    return found if isinstance(found, str) else None
+
+
+class BlockPass:
+    """See the module; its calls are those of `Fp8Pass`.
+
+    Args:
+        kernels: of one device. fc1, fc2: the linears. offsets: of FC1's rows, and of FC2's. router: scales (T,).
+        backward: whether one will follow.
+    """
+
+    def __init__(
+        self,
+        kernels: BlockKernels,
+        fc1: Any,
+        fc2: Any,
+        offsets: tuple[torch.Tensor, torch.Tensor],
+        router: torch.Tensor,
+        *,
+        backward: bool,
+    ) -> None:
+        self._kernels = kernels
+        self._fc1 = fc1
+        self._offsets1, self._offsets2 = offsets
+        self._router: torch.Tensor | None = router
+        self._backward = backward
+        self._scaling1, self._scaling2 = _scaling(fc1), _scaling(fc2)
+        self._weights1 = _weights(kernels, "FC1's weights", fc1, self._scaling1.weight, backward=backward)
+        self._weights2 = _weights(kernels, "FC2's weights", fc2, self._scaling2.weight, backward=backward)
+        self._rows: BlockNumbers | None = None  # of the next product
+        self._columns: BlockNumbers | None = None  # of an output's gradient, for the next wgrad
+        self._rebuilt: BlockNumbers | None = None
+
+    # Forward ---------------------------------------------------------------------------------------------------------
+
+    def quantize_input(self, x: torch.Tensor, split_sizes: torch.Tensor) -> Any:
+        """What the backward needs of FC1's input; ``None`` if none follows."""
+        by_column = self._backward and parameters.first_weight(self._fc1).requires_grad
+        self._rows, columns = self._kernels.block_rows(
+            x, self._offsets1, self._scaling1.input, by_column=by_column, saved=True
+        )
+        if columns is None:
+            return None
+        buffers = columns.numbers.flatten(), columns.scales.flatten(), columns.amaxes
+        return te_adapter.grouped_columns(self._fc1, columns.shape, x.dtype, split_sizes, buffers)
+
+    def fc1(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """The activation's input."""
+        assert self._rows is not None and self._router is not None
+        offsets = self._offsets1, self._offsets2
+        act_input, self._rows = self._kernels.fc1_blocks(
+            self._rows, self._weights1, bias, self._router, offsets, dtype, self._scaling2.input
+        )
+        self._weights1 = BlockWeights(None, self._weights1.columns)
+        return act_input
+
+    def fc2(self, bias: torch.Tensor | None, bias_scales: torch.Tensor | None, out: torch.Tensor) -> None:
+        """FC2, after FC1; the weights as the forward reads them are not needed any more."""
+        assert self._rows is not None
+        rows, weights, self._rows = self._rows, self._weights2, None
+        self._kernels.linear_blocks(rows, weights.rows, out, self._offsets2, bias=bias, bias_scales=bias_scales)
+        self._router = None
+        self._weights2 = BlockWeights(None, weights.columns)
+
+    # Backward --------------------------------------------------------------------------------------------------------
+
+    def fc2_dgrad(
+        self, dy: torch.Tensor, act_input: torch.Tensor, router: torch.Tensor, *, wgrad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients by the activation's input and by the router's scales. ``wgrad``: `fc2_wgrad` follows."""
+        kernels, offsets = self._kernels, self._offsets2
+        rows, self._columns = kernels.block_rows(dy, offsets, self._scaling2.grad_output, by_column=wgrad)
+        dact_input, dscales = kernels.fc2_dgrad_blocks(rows, self._weights2, act_input, router, offsets)
+        if self._offsets2 is not self._offsets1:
+            kernels.clear(offsets, dact_input)
+        self._weights2 = BlockWeights(None, None)
+        if wgrad:
+            self._rebuilt = kernels.rebuild_blocks(act_input, router, offsets, self._scaling2.input)
+        return dact_input, dscales
+
+    def fc2_wgrad(self, out: Any, accumulate: bool) -> None:
+        """The gradients by FC2's weights."""
+        assert self._columns is not None and self._rebuilt is not None
+        self._kernels.wgrad_blocks(self._columns, self._rebuilt, self._offsets2, out, accumulate=accumulate)
+
+    def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
+        """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""
+        kernels, offsets = self._kernels, self._offsets1
+        self._rebuilt = self._columns = None
+        rows, self._columns = kernels.block_rows(dact_input, offsets, self._scaling1.grad_output, by_column=wgrad)
+        kernels.linear_blocks(rows, self._weights1.columns, out, offsets)
+        kernels.clear(offsets, out)
+        self._weights1 = BlockWeights(None, None)
+
+    def fc1_wgrad(self, x: Any, out: Any, accumulate: bool) -> None:
+        """The gradients by FC1's weights. ``x``: from `quantize_input`."""
+        assert self._columns is not None
+        shape = self._columns.shape[0], self._fc1.in_features
+        saved = BlockNumbers(shape, self._scaling1.input, *te_adapter.columns_of(x))
+        turned = self._kernels.turn_blocks(saved, self._offsets1)
+        self._kernels.wgrad_blocks(self._columns, turned, self._offsets1, out, accumulate=accumulate)
+
+
+def _scaling(op: Any) -> LinearBlockScaling:
+    found = te_adapter.block_scaling(op)
+    assert not isinstance(found, str)  # `call_reason` has said so
+    return found
+
+
+def _weights(kernels: BlockKernels, name: str, op: Any, scaling: BlockScaling, *, backward: bool) -> BlockWeights:
+    return kernels.block_weights(kernels.prepare(name, parameters.weights(op)), scaling, by_column=backward)

@@ -1,0 +1,117 @@
+"""What computes a fused grouped MLP in a block-scaled format, whichever device it runs on; see `interface`.
+
+In: dense tensors and scalings. Out: numbers with scales, dense results. Keeps true: split sizes never reach the host in an
+implementation for a GPU; an expert's blocks of tokens begin with its first one. Does not: save tensors, or know of ops or
+recipes.
+
+Rows are for products over their columns (a forward, a dgrad), columns for those over tokens (a wgrad). One is not made of
+the other, since a block's numbers share a scale in one direction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from te_offload.fused.kernels.interface import Kernels
+from te_offload.ops.scaling import BlockScaling
+
+
+@dataclass(frozen=True)
+class BlockNumbers:
+    """Of all experts' tokens in one direction, in a layout of the implementation's.
+
+    Attributes:
+        shape: (T, columns) of what was quantized. scaling: by which.
+        numbers, scales: what multiplies them. amaxes: (N,) float32, of NVFP4.
+    """
+
+    shape: tuple[int, int]
+    scaling: BlockScaling
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    amaxes: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """Of all experts' weights.
+
+    Attributes:
+        rows, columns: in layouts of the implementation's, for the forward and for the dgrad; ``None``: not needed.
+    """
+
+    rows: Any
+    columns: Any
+
+
+class BlockKernels(Kernels, Protocol):
+    """Quantizers, and grouped products of what they make."""
+
+    def block_weights(self, weights: Any, scaling: BlockScaling, *, by_column: bool) -> BlockWeights:
+        """N weights. ``weights``: from `Kernels.prepare`. ``by_column``: for the dgrad too."""
+
+    def block_rows(
+        self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool, saved: bool = False
+    ) -> tuple[BlockNumbers, BlockNumbers | None]:
+        """Rows of x (T, columns), and its columns if asked for.
+
+        Args:
+            saved: the columns are kept for a backward, in as few bytes as they take; `turn_blocks` follows.
+        """
+
+    def turn_blocks(self, saved: BlockNumbers, offsets: torch.Tensor) -> BlockNumbers:
+        """Columns that were saved, as `wgrad_blocks` reads them."""
+
+    def rebuild_blocks(
+        self, act_input: torch.Tensor, router: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling
+    ) -> BlockNumbers:
+        """Columns of what the activation makes of its input, as `wgrad_blocks` reads them."""
+
+    def fc1_blocks(
+        self,
+        x: BlockNumbers,
+        weights: BlockWeights,
+        bias: torch.Tensor | None,
+        router: torch.Tensor,
+        offsets: tuple[torch.Tensor, torch.Tensor],
+        dtype: torch.dtype,
+        scaling: BlockScaling,
+    ) -> tuple[torch.Tensor, BlockNumbers]:
+        """``act_input = x @ w1.T + bias`` (T, F), and rows of what the activation makes of it.
+
+        Args:
+            router: scales (T,). offsets: of FC1's rows, and of those in which the activation's blocks lie.
+            dtype: of act_input. scaling: of FC2's input.
+        """
+
+    def linear_blocks(
+        self,
+        x: BlockNumbers,
+        weights: Any,
+        out: torch.Tensor,
+        offsets: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        bias_scales: torch.Tensor | None = None,
+    ) -> None:
+        """``out = x @ w.T + bias * bias_scale``, in the experts' rows alone. ``weights``: rows of `BlockWeights` (FC2), or
+        columns (the dgrad of FC1).
+        """
+
+    def fc2_dgrad_blocks(
+        self,
+        dy: BlockNumbers,
+        weights: BlockWeights,
+        act_input: torch.Tensor,
+        router: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient by act_input (T, F), and the gradient by the router's scales (T,) in float32."""
+
+    def wgrad_blocks(
+        self, dy: BlockNumbers, x: BlockNumbers, offsets: torch.Tensor, out: Any, *, accumulate: bool
+    ) -> None:
+        """``out_i (+)= dy_i.T @ x_i``; zero for an expert without tokens. ``dy``, ``x``: columns."""

@@ -1,0 +1,83 @@
+"""Which way a quantized call of the fused grouped MLP goes: one FP8 scale a tensor, or a block-scaled format.
+
+In: recipes, ops. Out: reasons, kernels, `Fp8Pass` or `BlockPass`. Keeps true: a call goes one way, forward and backward.
+Does not: quantize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_offload.fused import block_pass, fp8_pass
+from te_offload.fused.block_pass import BlockPass
+from te_offload.fused.fp8_pass import Fp8Pass
+from te_offload.fused.kernels.interface import Kernels, SquaredReLU
+from te_offload.fused.kernels.reference import ReferenceKernels
+from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
+from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
+from te_offload.ops import te_adapter
+from te_offload.ops.scaling import BlockFormat
+
+Way = BlockFormat | str
+"""Of a call: by blocks, or one of the following two."""
+DENSE, TENSOR_SCALES = "dense", "FP8"
+
+
+def way_of_call() -> Way:
+    """Of a call here and now."""
+    recipe = te_adapter.active_recipe()
+    if recipe is None:
+        return DENSE
+    return te_adapter.block_format(recipe) or TENSOR_SCALES
+
+
+def structure_reason(ops: Sequence[tuple[str, Any]], recipe: Any, *, reference: bool) -> str | None:
+    """Why linears, with names, do not go a quantized way under a recipe; ``None`` if they do."""
+    if te_adapter.block_format(recipe) is not None:
+        return block_pass.structure_reason(ops, recipe, reference=reference)
+    return fp8_pass.structure_reason(ops, recipe)
+
+
+def call_reason(way: Way, op: Any) -> str | None:
+    """Why a linear does not go a way in a call; ``None`` if it does."""
+    if way == DENSE:
+        return None
+    return fp8_pass.call_reason(op) if way == TENSOR_SCALES else block_pass.call_reason(op)
+
+
+def make_pass(
+    way: Way,
+    kernels: Any,
+    fc1: Any,
+    fc2: Any,
+    offsets: tuple[torch.Tensor, torch.Tensor],
+    router: torch.Tensor,
+    *,
+    backward: bool,
+) -> Fp8Pass | BlockPass | None:
+    """One forward and backward of a way; ``None`` if nothing is quantized."""
+    if way == DENSE:
+        return None
+    kind: type[Fp8Pass | BlockPass] = Fp8Pass if way == TENSOR_SCALES else BlockPass
+    return kind(kernels, fc1, fc2, offsets, router, backward=backward)
+
+
+def make_kernels(way: Way, activation: SquaredReLU, *, reference: bool) -> Kernels:
+    """What computes a way."""
+    if reference:
+        kinds: dict[Way, type[ReferenceKernels]] = {DENSE: ReferenceKernels, TENSOR_SCALES: ReferenceFp8Kernels}
+        return kinds.get(way, ReferenceBlockKernels)(activation)
+    if way == DENSE:
+        from te_offload.fused.kernels.sm90 import Sm90Kernels
+
+        return Sm90Kernels(activation)
+    if way == TENSOR_SCALES:
+        from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels
+
+        return Sm90Fp8Kernels(activation)
+    from te_offload.fused.kernels.sm90_blocks import Sm90BlockKernels
+
+    return Sm90BlockKernels(activation)

@@ -1,0 +1,124 @@
+"""What Transformer Engine's block-scaled recipes say of a grouped linear, and its storage for columns of all experts.
+
+In: recipes, GroupedLinear ops whose recipe state is made, buffers. Out: `LinearBlockScaling`; grouped storages, and their
+buffers again. Keeps true: state stays Transformer Engine's. Does not: quantize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils
+from transformer_engine.pytorch.tensor import Float8BlockQuantizer, GroupedTensorStorage, MXFP8Quantizer, NVFP4Quantizer
+
+from te_offload.ops.scaling import BlockFormat, BlockScaling, LinearBlockScaling
+
+
+def block_format(recipe: Any) -> BlockFormat | None:
+    """Of a recipe; ``None`` if it does not scale by blocks."""
+    if recipe.float8_block_scaling():
+        return BlockFormat.FP8
+    if recipe.mxfp8():
+        return BlockFormat.MXFP8
+    return BlockFormat.NVFP4 if recipe.nvfp4() else None
+
+
+def block_scaling(op: Any) -> LinearBlockScaling | str:
+    """Of a GroupedLinear inside ``te.autocast``; or why it is none that is computed by blocks here."""
+    forward, backward = op._quantizers["forward"], op._quantizers["backward"]
+    found = []
+    for name, quantizer in (("inputs", forward[0]), ("weights", forward[1]), ("gradients", backward[0])):
+        scaling = _scaling(quantizer)
+        if isinstance(scaling, str):
+            return f"{name}: {scaling}"
+        found.append(scaling)
+    if len({scaling.format for scaling in found}) > 1 or found[0].square or found[2].square:
+        return "recipe with square blocks of activations, or with several formats"
+    return LinearBlockScaling(*found)
+
+
+def _scaling(quantizer: Any) -> BlockScaling | str:
+    if isinstance(quantizer, Float8BlockQuantizer):
+        if DType.cast(quantizer.dtype) != DType.kFloat8E4M3:
+            return "FP8 by blocks in another format than E4M3"
+        square = quantizer.block_scaling_dim == 2
+        return BlockScaling(BlockFormat.FP8, square, quantizer.amax_epsilon, quantizer.force_pow_2_scales)
+    if isinstance(quantizer, MXFP8Quantizer):
+        if DType.cast(quantizer.dtype) != DType.kFloat8E4M3:
+            return "MXFP8 in another format than E4M3"
+        return BlockScaling(BlockFormat.MXFP8)
+    if isinstance(quantizer, NVFP4Quantizer):
+        if quantizer.row_scaled_nvfp4 or quantizer.nvfp4_use_4over6 or quantizer.with_amax_reduction:
+            return "NVFP4 with scales by row, 4 over 6, or an amax that is reduced over ranks"
+        return BlockScaling(
+            BlockFormat.NVFP4,
+            quantizer.with_2d_quantization,
+            hadamard=quantizer.with_rht and quantizer.columnwise_usage,
+        )
+    return f"quantizers of {type(quantizer).__name__}"
+
+
+def grouped_columns(
+    op: Any,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    split_sizes: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+) -> GroupedTensorStorage:
+    """What a GroupedLinear's own grouped path saves of its input: columns alone, of all experts one behind the other.
+
+    Args:
+        op: the GroupedLinear. shape: of the input. dtype: before it was quantized. split_sizes: (N,).
+        buffers: numbers as bytes, scales, and amaxes (N,), each flat.
+    """
+    numbers, scales, amaxes = buffers
+    return GroupedTensorStorage(
+        shape=shape,
+        dtype=dtype,
+        num_tensors=op.num_groups,
+        quantizer=op._quantizers["forward"][0],
+        columnwise_data=numbers,
+        columnwise_scale_inv=scales,
+        columnwise_amax=amaxes,
+        first_dims=split_sizes,
+    )
+
+
+def columns_of(storage: GroupedTensorStorage) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The buffers of `grouped_columns`."""
+    numbers, scales = storage.columnwise_data, storage.columnwise_scale_inv
+    assert numbers is not None and scales is not None
+    return numbers, scales, storage.columnwise_amax
+
+
+def nvfp4_reference(
+    scaling: BlockScaling, *, by_column: bool
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Transformer Engine's NVFP4 quantizer in plain torch, for one direction: numbers, two in a byte, by rows (of the
+    transpose, if by column), scales in E4M3, and the amax (1,). It rounds to nearest, also where a recipe asks for
+    stochastic rounding.
+    """
+    quantizer = reference_nvfp4.NVFP4QuantizerRef(
+        dtype=reference_utils.Fp4Formats.E2M1,
+        rowwise=not by_column,
+        columnwise=by_column,
+        quant_tile_shape=(16, 16) if scaling.square else (1, 16),
+        with_rht=scaling.hadamard and by_column,
+    )
+
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found = quantizer.quantize(x)
+        if by_column:
+            return found.data_t, found.scale_t, found.global_amax_col
+        return found.data, found.scale, found.global_amax_row
+
+    return quantize
+
+
+def nvfp4_numbers(packed: torch.Tensor) -> torch.Tensor:
+    """The numbers of bytes (R, C / 2) of NVFP4, without scales: (R, C) float32."""
+    found: torch.Tensor = reference_nvfp4.cast_from_fp4x2(packed, torch.float32)
+    return found

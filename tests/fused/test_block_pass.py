@@ -1,0 +1,253 @@
+"""The fused grouped MLP in block-scaled formats, in torch arithmetic, beside Transformer Engine's own code.
+
+Of the unfused code only kernels are replaced (`tests.support.block_formats`); formats there are written down a second time,
+with MXFP8's scales rounded the other way and without NVFP4's Hadamard transform.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as te_recipe
+from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
+from transformer_engine.pytorch.ops.op import OperationContext
+
+from te_offload import Fate, OffloadSession, SlotName
+from te_offload.fused import find_windows, hopper
+from te_offload.fused.calls import calls_of
+from te_offload.fused.hopper import HopperGroupedMLP
+from te_offload.ops import te_adapter
+from tests.support import te_on_cpu
+from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
+
+EXPERTS, HIDDEN, FFN, SPLITS = 3, 128, 256, (130, 0, 384)
+TOKENS = sum(SPLITS)
+
+
+def with_any_scales() -> Any:
+    """FP8 by blocks with scales that are no powers of two, as `block_formats` has them."""
+    recipe: Any = te_recipe.Float8BlockScaling()
+    for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        setattr(recipe, operand, te_recipe.QParams(power_2_scale=False))  # as arguments they are not heard
+    return recipe
+
+
+RECIPES: dict[str, Any] = {
+    "fp8-block, any scales": with_any_scales(),
+    "fp8-block": te_recipe.Float8BlockScaling(),
+    "mxfp8": te_recipe.MXFP8BlockScaling(),
+    "nvfp4": te_recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+FORMATS = ("fp8-block", "mxfp8", "nvfp4")
+EVERY = pytest.mark.parametrize("recipe", FORMATS)
+NEAR = {"fp8-block": 0.03, "mxfp8": 0.12, "nvfp4": 0.3}  # of what rounding in a format makes of sums of many numbers
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "reference")
+    te_on_cpu.unfused(monkeypatch, grouped=False)
+
+
+def mlp(**options: Any) -> te.ops.Sequential:
+    torch.manual_seed(0)
+    return make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, **({"dtype": torch.bfloat16} | options))
+
+
+def step(module: te.ops.Sequential, recipe: str, splits: tuple[int, ...] = SPLITS, **options: Any) -> Any:
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]):
+        return run(module, splits, hidden=HIDDEN, **options)
+
+
+def assert_all_fused(module: te.ops.Sequential) -> None:
+    calls = calls_of(module[0])
+    assert calls.fused and not calls.handed_over, calls
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], most: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        reference = expected[name].float()
+        assert (value.float() - reference).norm() <= most * reference.norm(), name
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block, any scales", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("activation", ["srelu", "tanh-srelu"])
+def test_output_and_gradients_are_those_of_the_unfused_path(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, activation: str
+) -> None:
+    splits = (128, 0, 384)  # the unfused path takes no others
+    module = mlp(activation=activation)
+    found = step(module, recipe, splits)
+    assert_all_fused(module)
+    monkeypatch.setenv(hopper.SWITCH, "0")
+    assert_near(found, step(mlp(activation=activation), recipe, splits), NEAR[recipe.split(",")[0]])
+
+
+@EVERY
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"bias": True, "fc2": {"scale_bias": True}}], ids=str)
+def test_output_and_gradients_are_near_those_without_quantization(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, options: dict[str, Any]
+) -> None:
+    """With token counts that are no multiple of a block, and biases."""
+    module, extra = mlp(**options), 4 if "fc2" in options else 3
+    found = step(module, recipe, extra=extra)
+    assert_all_fused(module)
+    expected = run(mlp(**options), SPLITS, hidden=HIDDEN, extra=extra)
+    assert_near(found, expected, max(NEAR[recipe], 0.1))
+
+
+@EVERY
+def test_two_linears_may_have_split_sizes_of_their_own(recipe: str) -> None:
+    found = []
+    for quantizes in (True, False):
+        module = mlp()
+        x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+        with te.autocast(enabled=quantizes, recipe=RECIPES[recipe]):
+            y = module(x, sizes, scales, sizes.flip(0))
+        y.float().square().sum().backward()
+        assert x.grad is not None and scales.grad is not None
+        found.append({"y": y.detach(), "x": x.grad, "scales": scales.grad})
+    assert_near(found[0], found[1], max(NEAR[recipe], 0.1))
+
+
+def bytes_by_column(recipe: str, columns: int) -> int:
+    """Numbers and scales of FC1's input for its wgrad alone, of each expert."""
+    total = 0
+    for tokens in SPLITS:
+        blocks = -(-tokens // {"fp8-block": 128, "mxfp8": 32, "nvfp4": 16}[recipe])
+        numbers = blocks * 16 * columns // 2 if recipe == "nvfp4" else tokens * columns
+        total += numbers + blocks * columns * (4 if recipe == "fp8-block" else 1)
+    return total
+
+
+@EVERY
+def test_bytes_of_each_slot_are_those_that_the_backward_reads_and_bits_stay(recipe: str) -> None:
+    expected = step(mlp(), recipe)
+    module = mlp()
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        found = step(module, recipe)
+    assert_all_fused(module)
+    assert_same_bits(expected, found)
+    record = session.records[-1]
+    assert [(row.slot, row.nbytes, row.fate) for row in record.slots] == [
+        (SlotName.FC1_INPUT, bytes_by_column(recipe, HIDDEN), Fate.OFFLOADED),
+        (SlotName.ACT_INPUT, TOKENS * FFN * 2, Fate.OFFLOADED),
+        (SlotName.FC2_INPUT, 0, Fate.RECOMPUTED),
+    ]
+    name = {"fp8-block": "FP8 by blocks", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}[recipe] + " by column"
+    assert [row.format for row in record.slots][:2] == [name, "bf16"]
+    assert record.bytes_out == record.bytes_back > sum(row.nbytes for row in record.slots) - 1
+
+
+@EVERY
+@pytest.mark.parametrize("keep", ["fc1_input", "act_input"])
+def test_slot_that_is_kept_stays_and_the_other_goes(recipe: str, keep: str) -> None:
+    expected = step(mlp(), recipe)
+    module = mlp(keep=[keep])
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        found = step(module, recipe)
+    assert_same_bits(expected, found)
+    fates = {row.slot: row.fate for row in session.records[-1].slots}
+    assert fates.pop(SlotName(keep)) is Fate.KEPT
+    assert fates.pop(SlotName.FC2_INPUT) is Fate.RECOMPUTED
+    assert set(fates.values()) == {Fate.OFFLOADED}
+
+
+@EVERY
+def test_nothing_of_the_input_is_saved_where_its_weights_are_frozen(recipe: str) -> None:
+    module = mlp()
+    for name, parameter in module[0].named_parameters():
+        parameter.requires_grad_("weight" not in name)
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        step(module, recipe)
+    assert_all_fused(module)
+    assert SlotName.FC1_INPUT not in {row.slot for row in session.records[-1].slots if row.nbytes}
+
+
+def test_nvfp4_saves_what_transformer_engines_quantizer_makes_of_each_experts_transpose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through the Hadamard transform, tokens padded to a multiple of 16."""
+    saved: list[Any] = []
+    make = te_adapter.grouped_columns
+
+    def spy(*arguments: Any) -> Any:
+        saved.append(arguments[-1])
+        return make(*arguments)
+
+    monkeypatch.setattr(te_adapter, "grouped_columns", spy)
+    module = mlp()
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=RECIPES["nvfp4"]):
+        module(x, sizes, scales, sizes)
+    ((found, scales_found, amaxes),) = saved
+    assert amaxes is not None
+    begin, place, at_scale = 0, 0, 0
+    for expert, tokens in enumerate(SPLITS):
+        part, begin = x.detach()[begin : begin + tokens].float(), begin + tokens
+        if not tokens:
+            continue
+        part = torch.nn.functional.pad(part, (0, 0, 0, -tokens % 16))
+        quantizer = NVFP4QuantizerRef(Fp4Formats.E2M1, rowwise=False, with_rht=True)
+        expected = quantizer.quantize(part)
+        numbers, inverses = expected.data_t.flatten(), expected.scale_t.view(torch.uint8).flatten()
+        assert torch.equal(found[place : place + numbers.numel()], numbers)
+        assert torch.equal(scales_found[at_scale : at_scale + inverses.numel()], inverses)
+        assert torch.equal(amaxes[expert : expert + 1], expected.global_amax_col)
+        place, at_scale = place + numbers.numel(), at_scale + inverses.numel()
+    assert place == found.numel()
+
+
+@EVERY
+def test_recipes_may_change_from_step_to_step(recipe: str) -> None:
+    order = [recipe, *(name for name in FORMATS if name != recipe), recipe]
+    module = mlp()
+    for name in order:
+        for parameter in module.parameters():
+            parameter.grad = None
+        assert_same_bits(step(mlp(), name), step(module, name))
+    assert_all_fused(module)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_hopper_has_no_kernels_for_formats_of_blackwell(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "1")
+    monkeypatch.setattr(hopper, "_machine_reason", lambda **_: None)
+    (window,) = find_windows(list(mlp()))
+    support = hopper.explain(window, RECIPES[recipe])
+    assert not support.ok and "Hopper has no tensor cores for" in str(support.reason)
+    assert hopper.explain(window, RECIPES["fp8-block"]).ok
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (te_recipe.Float8BlockScaling(fp8_format=te_recipe.Format.HYBRID), "another format than E4M3"),
+        (te_recipe.NVFP4BlockScaling(nvfp4_4over6="all", disable_rht=True), "4 over 6"),
+    ],
+    ids=["hybrid", "4 over 6"],
+)
+def test_variants_that_are_not_computed_here_go_to_the_unfused_path_with_the_reason(recipe: Any, reason: str) -> None:
+    module = mlp()
+    x, sizes, scales = make_inputs((128, 0, 384), HIDDEN, dtype=torch.bfloat16)
+    ctxs = [OperationContext() for _ in range(3)]
+    with te.autocast(enabled=True, recipe=recipe):
+        module(x, sizes, scales, sizes)
+        op = next(op for op, _ in module._module_groups[0]._forward_ops)
+        assert isinstance(op, HopperGroupedMLP)
+        for ctx in ctxs:
+            ctx.requires_grad = True
+        support = op.support(ctxs, x, [(sizes,), (scales,), (sizes,)])
+    assert reason in str(support.reason)
+    assert calls_of(module[0]).handed_over == 1
+
+
+def test_columns_that_a_format_cannot_hold_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    (window,) = find_windows(list(make_mlp(experts=EXPERTS, hidden=48, ffn=FFN)))
+    assert hopper.explain(window, RECIPES["fp8-block"]).ok
+    assert "FC1 is 48 x 256; MXFP8 takes multiples of 32" in str(hopper.explain(window, RECIPES["mxfp8"]).reason)
