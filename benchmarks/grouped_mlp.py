@@ -1,7 +1,7 @@
 """One grouped MLP, forward and backward: ours fused, Transformer Engine's ops, torch's `_grouped_mm`, our kernels bare.
 
     ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew] [--rounds 20] [--json FILE]
-                                 [--single-grouped-weight] [--recipe fp8|fp8-delayed]
+                                 [--single-grouped-weight] [--recipe fp8|fp8-delayed|fp8-block]
 
 All ways run in one process with the same weights and inputs, interleaved, forwards and backwards through the list by turns;
 each number is the median over the rounds of a few calls in a row, by events on the GPU. `graph` is the same forward and
@@ -34,6 +34,7 @@ from te_offload.fused import hopper
 from te_offload.fused.kernels import sm90, sm90_launch
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.ops import te_adapter
+from te_offload.units import format_bytes
 
 CALLS = 4
 Step = Callable[[], Any]
@@ -241,13 +242,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here too")
     parser.add_argument("--single-grouped-weight", action="store_true", help="one weight an op, theirs and ours")
     parser.add_argument(
-        "--recipe", choices=("fp8", "fp8-delayed"), help="quantize, with the demo's recipe of that name"
+        "--recipe", choices=("fp8", "fp8-delayed", "fp8-block"), help="quantize, with the demo's recipe of that name"
     )
     arguments = parser.parse_args()
     os.environ |= {hopper.SWITCH: "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
     single = arguments.single_grouped_weight
     size = arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens
     floor: dict[str, float] = {}
+    offloaded: dict[str, int] = {}
     if arguments.recipe:
         from benchmarks.fp8_mlp import Fp8Case
 
@@ -255,7 +257,8 @@ def main() -> None:
         assert make is not None
         quantized = Fp8Case(*size, split(arguments.experts, arguments.tokens, skew=arguments.skew), make())
         ways = quantized.ways()
-        floor = quantized.floor(milliseconds)
+        floor = {} if quantized.by_blocks else quantized.floor(milliseconds)
+        offloaded = quantized.offloaded()
     else:
         ways = dense_ways(Case(*size, skew=arguments.skew, single=single))
     failures = {}
@@ -299,6 +302,8 @@ def main() -> None:
         print(f"| {name} | {' | '.join('-' if cell is None else f'{cell:.3f}' for cell in cells)} |")
     for kind, spent in floor.items():
         print(f"\nfloor of a {kind}: {spent:.3f}")
+    if offloaded:
+        print(f"\nout in a step: {', '.join(f'{name} {format_bytes(count)}' for name, count in offloaded.items())}")
     for name, why in failures.items():
         print(f"\n{name}: {why}")
     if arguments.json:
@@ -310,6 +315,7 @@ def main() -> None:
             "single": single,
             "recipe": arguments.recipe,
             "floor": floor,
+            "offloaded": offloaded,
             "rows": rows,
             "failures": failures,
         }

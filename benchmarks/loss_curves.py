@@ -1,10 +1,11 @@
 """The demo's model trained in every recipe that the GPU has, in one picture beside bf16.
 
-    ./run benchmarks.loss_curves [--steps 200] [--picture FILE.png] [--json FILE]
+    ./run benchmarks.loss_curves [--steps 200] [--recipes none fp8 ...] [--paths fused "op by op"]
+                                 [--add FILE] [--picture FILE.png] [--json FILE]
 
 Each recipe is trained from the same seed on the same text with offloading, fused where there are kernels and op by op; the
 picture shows the loss of each, a running mean over 10 steps. The table says the mean loss of the last 20 steps, and by how
-much it differs from bf16's.
+much it differs from the first row's. ``--add`` puts the curves of an earlier run, from its JSON, before them.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ def running_mean(losses: Sequence[float]) -> list[float]:
     return [statistics.fmean(losses[max(0, number - MEAN + 1) : number + 1]) for number in range(len(losses))]
 
 
-def curves(steps: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+def curves(steps: int, recipes: Sequence[str], paths: Sequence[str]) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Losses by recipe and path, and why others are not there."""
     found: dict[str, list[float]] = {}
     missing: dict[str, str] = {}
-    for name, recipe in RECIPES.items():
+    for name in recipes:
+        recipe = RECIPES[name]
         available, reason = recipe.available()
-        for path, switch in PATHS.items():
+        for path in paths:
             label = f"{'bf16' if recipe.make is None else name}, {path}"
             if not available:
                 missing[label] = reason
                 continue
-            os.environ[hopper.SWITCH] = switch
+            os.environ[hopper.SWITCH] = PATHS[path]
             config = TrainingConfig(
                 ModelConfig(), steps=steps, device=torch.device("cuda"), dtype=torch.bfloat16, recipe=recipe
             )
@@ -85,15 +87,23 @@ def main() -> None:
     """Run, print a table, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="of each run")
+    parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES), help="which; default: all")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="which; default: both")
+    parser.add_argument("--add", type=Path, help="JSON of an earlier run")
     parser.add_argument("--picture", type=Path, help="where to draw")
     parser.add_argument("--json", type=Path, help="write the losses here")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
+    if arguments.recipes and not torch.cuda.is_available():
         raise SystemExit("benchmarks.loss_curves needs a CUDA device; torch sees none here.")
-    found, missing = curves(arguments.steps)
+    found, missing = curves(arguments.steps, arguments.recipes, arguments.paths)
+    if arguments.add is not None:
+        earlier = json.loads(arguments.add.read_text())
+        found = earlier["losses"] | found
+        missing = {label: why for label, why in (earlier["missing"] | missing).items() if label not in found}
     last = {label: statistics.fmean(losses[-LAST:]) for label, losses in found.items()}
     base: float = last[next(iter(last))]
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; {arguments.steps} steps\n")
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "from an earlier run"
+    print(f"\n{where}, torch {torch.__version__}; {arguments.steps} steps\n")
     print(f"| recipe | first loss | mean of the last {LAST} | beside the first row |\n|---|---|---|---|")
     for label, losses in found.items():
         print(f"| {label} | {losses[0]:.4f} | {last[label]:.4f} | {100 * (last[label] / base - 1):+.2f}% |")

@@ -21,6 +21,7 @@ from te_offload.fused import find_windows, hopper
 from te_offload.fused.calls import calls_of
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.ops import te_adapter
+from tests.fused.test_fp8_pass import fp8_parameter
 from tests.support import te_on_cpu
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
 
@@ -245,6 +246,21 @@ def test_variants_that_are_not_computed_here_go_to_the_unfused_path_with_the_rea
         support = op.support(ctxs, x, [(sizes,), (scales,), (sizes,)])
     assert reason in str(support.reason)
     assert calls_of(module[0]).handed_over == 1
+
+
+@pytest.mark.parametrize("place", [0, 2], ids=["FC1", "FC2"])
+def test_weights_of_another_format_are_a_reason(place: int) -> None:
+    """One linear's weights are FP8 with one scale, as another recipe made them."""
+    module = mlp()
+    step(module, "fp8-block")
+    for name, weight in list(module[place].named_parameters()):
+        setattr(module[place], name, fp8_parameter(weight))
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    op = next(op for op, _ in module._module_groups[0]._forward_ops)
+    assert isinstance(op, HopperGroupedMLP)
+    with te.autocast(enabled=True, recipe=RECIPES["fp8-block"]):
+        support = op.support([OperationContext() for _ in range(3)], x, [(sizes,), (scales,), (sizes,)])
+    assert support.reason == "weights that are quantized, or no plain tensors"
 
 
 def test_columns_that_a_format_cannot_hold_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,12 +74,16 @@ def step(module: te.ops.Sequential, splits: Sequence[int], dy: torch.Tensor) -> 
 
 
 def fp64_run(
-    module: te.ops.Sequential, splits: Sequence[int], activation: str = "srelu", dy: torch.Tensor | None = None
+    module: te.ops.Sequential,
+    splits: Sequence[int],
+    activation: str = "srelu",
+    dy: torch.Tensor | None = None,
+    hidden: int = HIDDEN,
 ) -> dict[str, torch.Tensor]:
     """The same step in float64 on the CPU, from the same bits; ``None``: the gradient is that of the sum of squares."""
     weights = {name: p.detach().cpu().double().requires_grad_() for name, p in module.named_parameters()}
     dtype = next(module.parameters()).dtype
-    x, _, scales = (t.detach().double() for t in make_inputs(splits, HIDDEN, dtype=dtype))
+    x, _, scales = (t.detach().double() for t in make_inputs(splits, hidden, dtype=dtype))
     x.requires_grad_()
     scales.requires_grad_()
     none = torch.zeros(1, dtype=torch.float64)

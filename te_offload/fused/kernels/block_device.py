@@ -6,7 +6,8 @@ the same bits; an expert's blocks of tokens begin with its first one; rows of no
 Rows (T, columns) have a scale for each 128 columns, stored as (columns / 128, T); columns one for each 128 tokens of an
 expert, stored as (blocks, columns); weights one for 128 x 128 numbers. What is stored is one over the scale. Tensor cores
 add up 128 products; their sum is multiplied by both operands' inverse scales and added in float32, as cuBLAS does with
-``use_split_accumulator``. Scales follow `fp8_device`.
+``use_split_accumulator``. Scales follow `fp8_device`, but that an infinite one becomes ``most``, the largest number of the
+dtype that is quantized, as in Transformer Engine's quantizers by blocks.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ LINEAR, FC1, DACT = (tl.constexpr(kind) for kind in range(3))
 
 
 @triton.jit
-def _scale_of(magnitude, epsilon, POWER_OF_TWO: tl.constexpr):
+def _scale_of(magnitude, epsilon, most, POWER_OF_TWO: tl.constexpr):
     magnitude = tl.maximum(magnitude, epsilon)
     scale = tl.div_rn(tl.full(magnitude.shape, 448.0, tl.float32), magnitude)
-    scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
+    scale = tl.where(scale == float("inf"), most, scale)
     scale = tl.where((magnitude == 0.0) | (magnitude == float("inf")), 1.0, scale)
     if POWER_OF_TWO:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -79,6 +80,7 @@ def quantize_blocks(
     padded,
     clamp,
     epsilon,
+    most,
     SOURCE: tl.constexpr,
     CLAMPS: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -105,11 +107,11 @@ def quantize_blocks(
             value = (_squared_relu(value, clamp, CLAMPS) * factor[:, None]).to(wide.dtype).to(tl.float32)
         magnitudes = _magnitudes(value)
         if BY_ROW:
-            scale = _scale_of(tl.max(magnitudes, 1), epsilon, POWER_OF_TWO)
+            scale = _scale_of(tl.max(magnitudes, 1), epsilon, most, POWER_OF_TWO)
             tl.store(by_row + places, _to_fp8(value * scale[:, None], False), mask=mask)
             tl.store(row_scales + part.to(tl.int64) * tokens + rows, _inverse_of(scale), mask=used)
         if COLUMNS != NOT:
-            scale = _scale_of(tl.max(magnitudes, 0), epsilon, POWER_OF_TWO)
+            scale = _scale_of(tl.max(magnitudes, 0), epsilon, most, POWER_OF_TWO)
             found = _to_fp8(value * scale[None, :], False)
             tl.store(column_scales + block.to(tl.int64) * columns + column, _inverse_of(scale), mask=there)
             if COLUMNS == SAVED:
@@ -131,6 +133,7 @@ def quantize_weight_blocks(
     rows,
     columns,
     epsilon,
+    most,
     POWER_OF_TWO: tl.constexpr,
     BY_COLUMN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -144,7 +147,7 @@ def quantize_weight_blocks(
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     value = tl.load(base + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
     magnitude = tl.max(tl.max(_magnitudes(value), 1), 0)
-    scale = _scale_of(tl.full((1,), 0.0, tl.float32) + magnitude, epsilon, POWER_OF_TWO)
+    scale = _scale_of(tl.full((1,), 0.0, tl.float32) + magnitude, epsilon, most, POWER_OF_TWO)
     found = _to_fp8(value * scale[:, None], False)
     place = (expert.to(tl.int64) * tl.num_programs(1) + part) * tl.num_programs(2) + other
     tl.store(inverses + place + tl.arange(0, 1), _inverse_of(scale))
@@ -178,6 +181,7 @@ def multiply_rows(
     depth,
     clamp,
     epsilon,
+    most,
     AFTER: tl.constexpr,
     BIAS: tl.constexpr,
     FACTORS: tl.constexpr,
@@ -250,7 +254,7 @@ def multiply_rows(
             factor = tl.load(row_factors + there_rows)
             value = _squared_relu(rounded.to(tl.float32), clamp, CLAMPS) * factor[:, None]
             value = tl.where(there[None, :], value.to(out.dtype.element_ty).to(tl.float32), 0.0)
-            scale = _scale_of(tl.max(_magnitudes(value), 1), epsilon, POWER_OF_TWO)
+            scale = _scale_of(tl.max(_magnitudes(value), 1), epsilon, most, POWER_OF_TWO)
             tl.store(by_row + places, _to_fp8(value * scale[:, None], False), mask=mask)
             tl.store(row_scales + tile.to(tl.int64) * tokens + there_rows, _inverse_of(scale), mask=used)
 

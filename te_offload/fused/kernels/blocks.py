@@ -32,7 +32,14 @@ class Launch:
     stages: int = 4
 
 
-ROWS, COLUMNS = Launch(), Launch()
+# Measured on an H200 at 64 experts (docs/results/).
+LAUNCHES = {
+    block_device.LINEAR.value: Launch(128, 8, 5),
+    block_device.FC1.value: Launch(64, 4, 4),
+    block_device.DACT.value: Launch(64, 4, 3),
+}
+WGRAD = Launch(64, 4, 3)
+_QUANTIZING_WARPS = 16  # with fewer, each takes so many registers that fewer warps are at work
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ def quantize(
         padded,
         _clamp(function),
         scaling.epsilon,
+        torch.finfo(x.dtype).max,
         block_device.PLAIN if activation is None else block_device.ACTIVATION,
         function.clamp is not None,
         scaling.power_of_two,
@@ -92,7 +100,7 @@ def quantize(
         columns,
         triton.next_power_of_2(experts),
         BLOCK,
-        num_warps=8,
+        num_warps=_QUANTIZING_WARPS,
     )
     return rows, found
 
@@ -113,10 +121,11 @@ def quantize_weights(weights: Experts, scaling: BlockScaling, *, by_column: bool
         rows,
         columns,
         scaling.epsilon,
+        torch.finfo(weights.view.dtype).max,
         scaling.power_of_two,
         by_column,
         BLOCK,
-        num_warps=8,
+        num_warps=_QUANTIZING_WARPS,
     )
     return BlockWeights(
         Weights(numbers, inverses, turned=False), None if turned is None else Weights(turned, inverses, turned=True)
@@ -194,7 +203,7 @@ def wgrad(dy: BlockNumbers, x: BlockNumbers, offsets: torch.Tensor, out: Experts
     """See `BlockKernels.wgrad_blocks`; both turned."""
     rows, padded = dy.numbers.shape
     columns, experts = x.numbers.shape[0], offsets.shape[0] - 1
-    launch = COLUMNS
+    launch = WGRAD
     block_device.multiply_columns[(experts, -(-rows // launch.rows) * _parts(columns))](
         dy.numbers.view(torch.uint8),
         dy.scales,
@@ -238,7 +247,7 @@ def _multiply(
     step_row, step_depth = inverses.stride()[1:]
     if weights.turned:
         step_row, step_depth = step_depth, step_row
-    launch = ROWS
+    launch = LAUNCHES[after.value]
     blocks = tokens // launch.rows + experts
     block_device.multiply_rows[(blocks * _parts(columns),)](
         x.numbers.view(torch.uint8),
@@ -261,6 +270,7 @@ def _multiply(
         depth,
         _clamp(function),
         0.0 if scaling is None else scaling.epsilon,
+        torch.finfo(out.dtype).max,
         after,
         bias is not None,
         row_factors is not None,

@@ -66,7 +66,9 @@ class _Fp8:
             inverses = _of_e8m0(stored)
             scales = 1 / inverses
         else:
-            scales = scales_of(amax, _E4M3, self._scaling.epsilon, power_of_two=self._scaling.power_of_two)
+            epsilon, power_of_two = self._scaling.epsilon, self._scaling.power_of_two
+            most = torch.finfo(x.dtype).max
+            scales = scales_of(amax, _E4M3, epsilon, power_of_two=power_of_two, most=most)
             stored = 1 / scales
         numbers = to_fp8(x.float() * _spread(scales, block, x.shape), _E4M3)
         return numbers.view(torch.uint8).flatten(), stored.flatten(), None

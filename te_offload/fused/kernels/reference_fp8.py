@@ -174,11 +174,14 @@ def _scales(magnitudes: torch.Tensor, scaling: Scaling) -> torch.Tensor:
     return scales_of(magnitudes, scaling.dtype, scaling.epsilon, power_of_two=scaling.power_of_two)
 
 
-def scales_of(magnitudes: torch.Tensor, dtype: torch.dtype, epsilon: float, *, power_of_two: bool) -> torch.Tensor:
-    """See `fp8_device`."""
+def scales_of(
+    magnitudes: torch.Tensor, dtype: torch.dtype, epsilon: float, *, power_of_two: bool, most: float = _MOST
+) -> torch.Tensor:
+    """See `fp8_device`. ``most``: the scale where the quotient is infinite."""
     magnitudes = magnitudes.clamp(min=epsilon)
-    most = torch.full_like(magnitudes, torch.finfo(dtype).max)  # torch multiplies a number by a reciprocal
-    scales = (most / magnitudes).clamp(max=_MOST)
+    largest = torch.full_like(magnitudes, torch.finfo(dtype).max)  # torch multiplies a number by a reciprocal
+    scales = largest / magnitudes
+    scales = torch.where(scales.isinf(), torch.full_like(scales, most), scales)
     scales = torch.where((magnitudes == 0) | magnitudes.isinf(), torch.ones_like(scales), scales)
     if power_of_two:
         scales = (scales.view(torch.int32) & 0x7F800000).view(torch.float32)
