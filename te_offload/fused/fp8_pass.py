@@ -86,6 +86,20 @@ class Fp8Pass:
         """The activation's input."""
         assert self._x is not None and self._router is not None
         kernels, weights = self._kernels, self._weights1
+        if self._scaling2.input.given is not None and self._offsets2 is self._offsets1:
+            act_input, self._hidden = kernels.fc1_given(
+                self._x,
+                weights,
+                bias,
+                self._router,
+                self._offsets1,
+                dtype,
+                self._scaling2.input,
+                self._weights2.inverses,
+                fast=True,
+            )
+            self._x = dataclasses.replace(self._x, rows=None, factors=None)
+            return act_input
         act_input, magnitudes = kernels.fc1_fp8(self._x, weights, bias, self._router, self._offsets1, dtype, fast=True)
         self._x = dataclasses.replace(self._x, rows=None, factors=None)
         if self._offsets2 is not self._offsets1:  # FC2 may read rows that FC1 did not write

@@ -332,3 +332,25 @@ def test_recipe_may_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch) ->
     with te.autocast(enabled=False):
         dense = run(module, SPLITS, hidden=HIDDEN)
     assert_same_bits(dense, run(mlp(), SPLITS, hidden=HIDDEN))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("apart", [False, True], ids=["one split", "two splits"])
+def test_only_delayed_scaling_quantizes_fc2s_input_in_fc1s_pass(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, apart: bool
+) -> None:
+    """It knows the scale beforehand; with split sizes of its own, FC2 reads rows that FC1 does not write."""
+    calls: list[str] = []
+    given = ReferenceFp8Kernels.fc1_given
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append("one pass")
+        return given(self, *args, **options)
+
+    monkeypatch.setattr(ReferenceFp8Kernels, "fc1_given", counted)
+    module = mlp()
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]):
+        module(x, sizes, scales, sizes.clone() if apart else sizes)
+    assert_all_fused(module)
+    assert calls == (["one pass"] if recipe == "delayed" and not apart else [])

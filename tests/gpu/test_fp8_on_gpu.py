@@ -143,6 +143,39 @@ def test_kernels_agree_with_torch_arithmetic(
     assert not results[1]["dx"][sum(splits) :].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("clamp", [None, 2.0], ids=["srelu", "tanh-srelu"])
+def test_fc1_with_given_scales_stores_the_numbers_that_the_quantizer_makes(
+    clamp: float | None, bias: bool, dtype: torch.dtype
+) -> None:
+    from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels
+
+    splits = RAGGED["ragged"]
+    tokens = sum(splits) + 20  # rows of no expert
+    kernels = Sm90Fp8Kernels(SquaredReLU(clamp))
+    x = seeded((tokens, HIDDEN), 1, dtype=dtype).cuda()
+    weights = (seeded((4, FFN, HIDDEN), 2) / HIDDEN**0.5).to(dtype).cuda()
+    biases = seeded((4, FFN), 3, dtype=dtype).cuda() if bias else None
+    router = torch.rand(tokens, generator=torch.Generator().manual_seed(4)).cuda()
+    offsets = kernels.offsets(torch.tensor(splits, device="cuda"), torch.empty_like(x))
+    w1 = kernels.quantize_weights(kernels.prepare("w1", weights), Scaling(torch.float8_e4m3fn))
+    rows = kernels.quantize(x, offsets, Scaling(torch.float8_e4m3fn), weights=w1.inverses)
+    given = torch.tensor([20.0, 300.0, 7.5, 33.0], device="cuda")  # the second one saturates
+    one, other = (Scaling(torch.float8_e4m3fn, given=given, kept=torch.zeros(4, device="cuda")) for _ in range(2))
+    act_input, hidden = kernels.fc1_given(rows, w1, biases, router, offsets, dtype, one, w1.inverses, fast=True)
+    expected, magnitudes = kernels.fc1_fp8(rows, w1, biases, router, offsets, dtype, fast=True)
+    quantized = kernels.quantize(expected, offsets, other, weights=w1.inverses, magnitudes=magnitudes, router=router)
+    used = slice(sum(splits))
+    assert torch.equal(act_input[used], expected[used])
+    assert hidden.rows is not None and quantized.rows is not None
+    assert torch.equal(hidden.rows[used].view(torch.uint8), quantized.rows[used].view(torch.uint8))
+    assert hidden.factors is not None and quantized.factors is not None
+    assert torch.equal(hidden.factors[used], quantized.factors[used])
+    assert one.kept is not None and other.kept is not None
+    assert torch.equal(one.kept, other.kept) and bool((one.kept > 0).all())
+
+
 @pytest.mark.parametrize("what", ["zero", "infinite", "not a number", "tiny", "huge", "usual"])
 def test_scales_and_numbers_are_those_of_transformer_engine(what: str) -> None:
     from te_offload.fused.kernels import fp8

@@ -22,6 +22,7 @@ from te_offload.fused.kernels import fp8, sm90, sm90_compile, sm90_fp8, sm90_lau
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.ops.scaling import Scaling
 
 EXPERTS, HIDDEN, FFN = 4, 512, 384
 FEW, USUAL, MANY = 512, 2048, 8192  # tokens, for which other tiles are taken
@@ -84,7 +85,7 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int) -> int
 def compile_fp8(activation: SquaredReLU, tokens: int) -> int:
     """The same of what FP8 takes beside that: sums in the tensor cores forward, in float32 backward."""
     launches = Launches()
-    vars(fp8).update({"factors_of": launches_nothing, "padded_offsets": launches_nothing})
+    vars(fp8).update(dict.fromkeys(("factors_of", "padded_offsets", "keep_magnitudes"), launches_nothing))
     kernels = sm90_fp8.Sm90Fp8Kernels(activation)
     table, offsets = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS + 1, dtype=torch.int32)
     scales = empty(tokens, dtype=torch.float32)
@@ -103,6 +104,10 @@ def compile_fp8(activation: SquaredReLU, tokens: int) -> int:
     x, dy = rows(HIDDEN, torch.float8_e4m3fn), rows(HIDDEN, torch.float8_e5m2)
     for bias in (None, empty(EXPERTS, FFN, dtype=torch.bfloat16)):
         act_input, _ = kernels.fc1_fp8(x, of_fc1, bias, scales, offsets, torch.bfloat16, fast=True)
+    vars(fp8)["given_scales"] = lambda *_, **__: (x.inverses, scales, scales)
+    delayed = Scaling(torch.float8_e4m3fn, given=x.inverses, kept=x.inverses)
+    if activation.clamp is None:  # else it is two passes
+        kernels.fc1_given(x, of_fc1, None, scales, offsets, torch.bfloat16, delayed, x.inverses, fast=True)
     kernels.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
     if activation.clamp is not None:
         return launches.count

@@ -102,6 +102,16 @@ def main() -> None:
             same_rows(found, expected, offsets, what)
             assert found.rows is not None
             same_rows(fp8_columns(found, fp8.turn(found.rows, offsets)), expected, offsets, what)
+            if scaling.kept is not None:  # in two steps, around a product that quantizes
+                kept = scaling.kept.clone()
+                inverses, scales, factors = fp8.given_scales(offsets, scaling, weights=weights, rows=TOKENS)
+                same_rows(QuantizedRows(None, None, scales, inverses, factors), expected, offsets, what)
+                assert torch.equal(kept, scaling.kept), what
+                magnitudes = torch.full((TOKENS, 3), 50.3)
+                magnitudes[sum(SIZES) :] = 1e9
+                fp8.keep_magnitudes(magnitudes, offsets, scaling, torch.bfloat16)
+                used = torch.tensor(SIZES) > 0
+                assert torch.equal(scaling.kept, torch.where(used, kept.clamp(min=50.25), kept)), what
         for kind in (torch.bfloat16, torch.float16):
             finite = torch.where(x.isfinite(), x, torch.ones(()).to(x)).to(kind)
             exact = reference.quantize(finite, offsets, Scaling(dtype), weights=weights, router=router)

@@ -60,6 +60,20 @@ def quantize(
     return QuantizedRows(rows, columns, scales, inverses, factors)
 
 
+def given_scales(
+    offsets: torch.Tensor, scaling: Scaling, *, weights: torch.Tensor, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inverse scales (N,), scales (T,) and factors (T,) of rows that are quantized elsewhere, with delayed scaling."""
+    nothing = torch.empty(rows, 0, dtype=torch.float32, device=offsets.device)
+    inverses, scales, factors = _scales(nothing, offsets, scaling, weights, rounds=0, rows=rows)
+    return inverses, scales, _required(factors)
+
+
+def keep_magnitudes(magnitudes: torch.Tensor, offsets: torch.Tensor, scaling: Scaling, dtype: torch.dtype) -> None:
+    """Of what was quantized elsewhere, for delayed scaling. ``dtype``: that it was rounded to."""
+    _scales(magnitudes, offsets, scaling, None, rounds=_ROUNDS[dtype], rows=magnitudes.shape[0])
+
+
 def turn(
     x: torch.Tensor,
     offsets: torch.Tensor,

@@ -108,6 +108,25 @@ class Fp8Kernels(Kernels, Protocol):
             scales: of the router, (T,). dtype: of act_input.
         """
 
+    def fc1_given(
+        self,
+        x: QuantizedRows,
+        weights: QuantizedWeights,
+        bias: torch.Tensor | None,
+        router: torch.Tensor,
+        offsets: torch.Tensor,
+        dtype: torch.dtype,
+        scaling: Scaling,
+        others: torch.Tensor,
+        *,
+        fast: bool,
+    ) -> tuple[torch.Tensor, QuantizedRows]:
+        """`fc1_fp8`, and `quantize` of what the activation makes of it, in one pass where scales are known beforehand.
+
+        Args:
+            scaling: of FC2's input, delayed. others: (N,) inverse scales of the weights that it meets.
+        """
+
     def linear_fp8(
         self,
         x: QuantizedRows,

@@ -97,6 +97,25 @@ class ReferenceFp8Kernels(ReferenceKernels):
         self.linear_fp8(x, weights.rows, act_input, offsets, bias=bias, fast=fast)
         return act_input, self._activate(act_input, scales).abs().amax(1, keepdim=True).float()
 
+    def fc1_given(
+        self,
+        x: QuantizedRows,
+        weights: QuantizedWeights,
+        bias: torch.Tensor | None,
+        router: torch.Tensor,
+        offsets: torch.Tensor,
+        dtype: torch.dtype,
+        scaling: Scaling,
+        others: torch.Tensor,
+        *,
+        fast: bool,
+    ) -> tuple[torch.Tensor, QuantizedRows]:
+        """See `Fp8Kernels.fc1_given`."""
+        act_input, magnitudes = self.fc1_fp8(x, weights, bias, router, offsets, dtype, fast=fast)
+        return act_input, self.quantize(
+            act_input, offsets, scaling, weights=others, magnitudes=magnitudes, router=router
+        )
+
     def linear_fp8(
         self,
         x: QuantizedRows,

@@ -99,14 +99,56 @@ class Sm90Fp8Kernels(Sm90Kernels):
         fast: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Fp8Kernels.fc1_fp8`."""
+        return self._fc1(x, weights, bias, scales, offsets, dtype, {}, fast=fast)
+
+    def fc1_given(
+        self,
+        x: QuantizedRows,
+        weights: QuantizedWeights,
+        bias: torch.Tensor | None,
+        router: torch.Tensor,
+        offsets: torch.Tensor,
+        dtype: torch.dtype,
+        scaling: Scaling,
+        others: torch.Tensor,
+        *,
+        fast: bool,
+    ) -> tuple[torch.Tensor, QuantizedRows]:
+        """See `Fp8Kernels.fc1_given`."""
+        if self._activation.clamp is not None:  # by another tanh than the backward's, which rebuilds the numbers
+            act_input, magnitudes = self.fc1_fp8(x, weights, bias, router, offsets, dtype, fast=fast)
+            return act_input, self.quantize(
+                act_input, offsets, scaling, weights=others, magnitudes=magnitudes, router=router
+            )
+        tokens, columns, device = x.scales.shape[0], weights.rows.view.shape[1], offsets.device
+        inverses, scales, factors = fp8.given_scales(offsets, scaling, weights=others, rows=tokens)
+        fc2_input = torch.empty(tokens, columns, dtype=scaling.dtype, device=device)
+        given = {"fp8_scale": scales, "fc2_input": fc2_input}
+        act_input, magnitudes = self._fc1(x, weights, bias, router, offsets, dtype, given, fast=fast)
+        fp8.keep_magnitudes(magnitudes, offsets, scaling, dtype)
+        return act_input, QuantizedRows(fc2_input, None, scales, inverses, factors)
+
+    def _fc1(
+        self,
+        x: QuantizedRows,
+        weights: QuantizedWeights,
+        bias: torch.Tensor | None,
+        router: torch.Tensor,
+        offsets: torch.Tensor,
+        dtype: torch.dtype,
+        given: dict[str, torch.Tensor],
+        *,
+        fast: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``act_input``, and the activation's magnitudes. ``given``: for the activation in FP8; empty: it is not stored."""
         assert x.rows is not None and x.factors is not None
         tile = FAST if fast else SPLIT
         tokens, columns = x.rows.shape[0], weights.rows.view.shape[1]
         act_input = torch.empty(tokens, columns, dtype=dtype, device=x.rows.device)
         magnitudes = _parts(act_input, tile)
         tanh = "" if self._activation.clamp is None else "Tanh"
-        name = f"{_way(fast)}{'' if bias is None else 'Bias'}{tanh}SReLUGemm{_DTYPE_NAMES[dtype]}"
-        values = {"factor": x.factors, "scale": scales, "magnitude": magnitudes, **self._numbers()}
+        name = f"{_way(fast)}{'Given' if given else ''}{'' if bias is None else 'Bias'}{tanh}SReLUGemm{_DTYPE_NAMES[dtype]}"
+        values = {"factor": x.factors, "scale": router, **given, "magnitude": magnitudes, **self._numbers()}
         if bias is not None:
             values["bias"] = bias
         self._multiply(name, tile, x.rows, weights.rows, act_input, None, values, offsets)

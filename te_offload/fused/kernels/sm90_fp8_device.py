@@ -5,16 +5,18 @@ K; sums are of float32, or of Hopper's FP8 accumulators alone where that is aske
 operands' inverse scales before anything else. Does not: launch, quantize, or choose tiles. Needs quack-kernels.
 
 Hopper's tensor cores add up FP8 products with 14 bits or so. ``Split`` kernels move each sum over a tile's K (128) into
-float32, as cuBLAS does for ``use_split_accumulator``; the others leave it to the tensor cores until the end.
+float32, as cuBLAS does for ``use_split_accumulator``; the others leave it to the tensor cores until the end. ``Given`` ones
+know the scale of FC2's input beforehand, as delayed scaling has it, and store that in FP8 too.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from cutlass import BFloat16, Float16, Float32
-from quack.epilogue.ops import ColVecLoad, ColVecReduce, Scalar
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, Scalar, TileStore
 
 from te_offload.fused.kernels.sm90_device import ExpertRow, GradsByTable, make_kernel, squared_relu
 
@@ -45,13 +47,21 @@ def _linear(acc: Any, factor: Any, bias: Any = None, scale: Any = None) -> dict[
     return {"D": found + bias if scale is None else found + bias * scale}
 
 
-def _fc1(dtype: Any) -> Callable[..., dict[str, Any]]:
+def _fc1(dtype: Any, *, given: bool) -> Callable[..., dict[str, Any]]:
     def epilogue(
-        acc: Any, factor: Any, scale: Any, bias: Any = None, clamp: Any = None, inverse: Any = None
+        acc: Any,
+        factor: Any,
+        scale: Any,
+        fp8_scale: Any = None,
+        bias: Any = None,
+        clamp: Any = None,
+        inverse: Any = None,
     ) -> dict[str, Any]:
         act_input = acc * factor if bias is None else acc * factor + bias
         square, _ = squared_relu(act_input.to(dtype).to(Float32), clamp, inverse)
-        return {"D": act_input, "magnitude": square * scale}
+        fc2_input = square * scale
+        found = {"D": act_input, "magnitude": fc2_input}
+        return {**found, "fc2_input": fc2_input.to(dtype).to(Float32) * fp8_scale} if given else found
 
     return epilogue
 
@@ -64,6 +74,7 @@ def _dact(acc: Any, c: Any, factor: Any, scale: Any, clamp: Any = None, inverse:
 
 
 _FACTOR, _SCALE, _BIAS = ColVecLoad("factor"), ColVecLoad("scale"), ExpertRow("bias")
+_FP8_SCALE, _FC2_INPUT = ColVecLoad("fp8_scale"), TileStore("fc2_input")
 _CLAMP = Scalar("clamp"), Scalar("inverse")
 _NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
 _MAGNITUDE, _DSCALE = ColVecReduce("magnitude", combine="max_abs"), ColVecReduce("dscale", scaled=True)
@@ -93,18 +104,26 @@ for _fast in (False, True):
     for _with_tanh in (False, True):
         _tanh = "Tanh" if _with_tanh else ""
         for _dtype_name, _dtype in (("BF16", BFloat16), ("FP16", Float16)):
-            for _with_bias in (False, True):
+            for _with_bias, _given in itertools.product((False, True), (False,) if _with_tanh else (False, True)):
                 _make(
-                    f"{_way}{'Bias' if _with_bias else ''}{_tanh}SReLUGemm{_dtype_name}",
-                    _fc1(_dtype),
+                    f"{_way}{'Given' if _given else ''}{'Bias' if _with_bias else ''}{_tanh}SReLUGemm{_dtype_name}",
+                    _fc1(_dtype, given=_given),
                     ops=(
                         *((_BIAS,) if _with_bias else ()),
                         _FACTOR,
                         _SCALE,
+                        *((_FP8_SCALE,) if _given else ()),
                         *(_CLAMP if _with_tanh else ()),
+                        *((_FC2_INPUT,) if _given else ()),
                         _MAGNITUDE,
                     ),
-                    operands=(*((_ROW,) if _with_bias else ()), *_COLUMNS, *(_NUMBERS if _with_tanh else ())),
+                    operands=(
+                        *((_ROW,) if _with_bias else ()),
+                        *_COLUMNS,
+                        *((("fp8_scale", "col"),) if _given else ()),
+                        *(_NUMBERS if _with_tanh else ()),
+                    ),
+                    outputs=("fc2_input",) if _given else (),
                     sinks=("magnitude",),
                     mixins=_mixins,
                 )
