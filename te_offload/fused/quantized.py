@@ -41,6 +41,16 @@ def structure_reason(ops: Sequence[tuple[str, Any]], recipe: Any, *, reference: 
     return fp8_pass.structure_reason(ops, recipe)
 
 
+def is_quicker_elsewhere(recipe: Any) -> bool:
+    """Whether Transformer Engine's unfused ops take the GPU less time here, by measurement (docs/results/, FP8 by blocks).
+
+    They take the host more, so that launched one by one this op is quicker even so.
+    """
+    return te_adapter.block_format(recipe) is BlockFormat.FP8 and te_adapter.grouped_path_supported(
+        recipe, torch.bfloat16
+    )
+
+
 def call_reason(way: Way, op: Any) -> str | None:
     """Why a linear does not go a way in a call; ``None`` if it does."""
     if way == DENSE:

@@ -225,6 +225,23 @@ def test_hopper_has_no_kernels_for_formats_of_blackwell(monkeypatch: pytest.Monk
     assert hopper.explain(window, RECIPES["fp8-block"]).ok
 
 
+@pytest.mark.parametrize("asked", [False, True], ids=["not asked", "asked"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["split path", "grouped path"])
+def test_fp8_by_blocks_is_left_to_a_grouped_path_that_is_quicker_unless_asked(
+    monkeypatch: pytest.MonkeyPatch, grouped: bool, asked: bool
+) -> None:
+    monkeypatch.delenv(hopper.SWITCH)
+    if asked:
+        monkeypatch.setenv(hopper.SWITCH, "1")
+    monkeypatch.setattr(hopper, "_machine_reason", lambda **_: None)
+    monkeypatch.setattr(te_adapter, "grouped_path_supported", lambda recipe, dtype: grouped)
+    (window,) = find_windows(list(mlp()))
+    support = hopper.explain(window, RECIPES["fp8-block"])
+    assert support.ok == (asked or not grouped)
+    assert support.ok or "TE_OFFLOAD_FUSED_MLP=1 fuses all the same" in str(support.reason)
+    assert hopper.explain(window, te_recipe.Float8CurrentScaling()).ok
+
+
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
