@@ -58,7 +58,7 @@ def explain(window: Window, recipe: Any = None) -> Support:
         linears = ("FC1", window.fc1), ("FC2", window.fc2)
         reason = quantized.structure_reason(linears, recipe, reference=mode == "reference")
         if reason is None and SWITCH not in os.environ and quantized.is_quicker_elsewhere(recipe):
-            reason = f"Transformer Engine's grouped path takes the GPU less time with this recipe; {SWITCH}=1 fuses all the same"
+            reason = f"Transformer Engine's grouped path takes the GPU less time with it; {SWITCH}=1 fuses all the same"
     return Support(True) if reason is None else Support(False, reason)
 
 
