@@ -34,18 +34,12 @@ def structure_reason(ops: Sequence[tuple[str, Any]], recipe: Any, *, reference: 
     return None
 
 
-def call_reason(op: Any) -> str | None:
-    """Why a linear does not go this way in a call inside ``te.autocast``; ``None`` if it does."""
-    found = te_adapter.block_scaling(op)
-    return found if isinstance(found, str) else None
-
-
 class BlockPass:
     """See the module; its calls are those of `Fp8Pass`.
 
     Args:
-        kernels: of one device. fc1, fc2: the linears. offsets: of FC1's rows, and of FC2's. router: scales (T,).
-        backward: whether one will follow.
+        kernels: of one device. fc1, fc2: the linears. scalings: theirs.
+        offsets: of FC1's rows, and of FC2's. router: scales (T,). backward: whether one will follow.
     """
 
     def __init__(
@@ -53,6 +47,7 @@ class BlockPass:
         kernels: BlockKernels,
         fc1: Any,
         fc2: Any,
+        scalings: tuple[LinearBlockScaling, LinearBlockScaling],
         offsets: tuple[torch.Tensor, torch.Tensor],
         router: torch.Tensor,
         *,
@@ -63,7 +58,7 @@ class BlockPass:
         self._offsets1, self._offsets2 = offsets
         self._router: torch.Tensor | None = router
         self._backward = backward
-        self._scaling1, self._scaling2 = _scaling(fc1), _scaling(fc2)
+        self._scaling1, self._scaling2 = scalings
         self._weights1 = _weights(kernels, "FC1's weights", fc1, self._scaling1.weight, backward=backward)
         self._weights2 = _weights(kernels, "FC2's weights", fc2, self._scaling2.weight, backward=backward)
         self._rows: BlockNumbers | None = None  # of the next product
@@ -138,12 +133,6 @@ class BlockPass:
         saved = BlockNumbers(shape, self._scaling1.input, *te_adapter.columns_of(x))
         turned = self._kernels.turn_blocks(saved, self._offsets1)
         self._kernels.wgrad_blocks(self._columns, turned, self._offsets1, out, accumulate=accumulate)
-
-
-def _scaling(op: Any) -> LinearBlockScaling:
-    found = te_adapter.block_scaling(op)
-    assert not isinstance(found, str)  # `call_reason` has said so
-    return found
 
 
 def _weights(kernels: BlockKernels, name: str, op: Any, scaling: BlockScaling, *, backward: bool) -> BlockWeights:

@@ -35,21 +35,17 @@ def structure_reason(ops: Sequence[tuple[str, Any]], recipe: Any) -> str | None:
     return None
 
 
-def call_reason(op: Any) -> str | None:
-    """Why a linear does not go this way in a call inside ``te.autocast``; ``None`` if it does."""
-    reason = te_adapter.fp8_recipe_reason(te_adapter.active_recipe())
-    if reason is None:
-        found = te_adapter.fp8_scaling(op)
-        reason = found if isinstance(found, str) else None
-    return reason
+def scaling_of(op: Any) -> LinearScaling | str:
+    """Of a linear in a call inside ``te.autocast``; or why it does not go this way."""
+    return te_adapter.fp8_recipe_reason(te_adapter.active_recipe()) or te_adapter.fp8_scaling(op)
 
 
 class Fp8Pass:
     """See the module.
 
     Args:
-        kernels: of one device. fc1, fc2: the linears. offsets: of FC1's rows, and of FC2's. router: scales (T,).
-        backward: whether one will follow.
+        kernels: of one device. fc1, fc2: the linears. scalings: theirs, from `scaling_of`.
+        offsets: of FC1's rows, and of FC2's. router: scales (T,). backward: whether one will follow.
     """
 
     def __init__(
@@ -57,6 +53,7 @@ class Fp8Pass:
         kernels: Fp8Kernels,
         fc1: Any,
         fc2: Any,
+        scalings: tuple[LinearScaling, LinearScaling],
         offsets: tuple[torch.Tensor, torch.Tensor],
         router: torch.Tensor,
         *,
@@ -65,7 +62,7 @@ class Fp8Pass:
         self._kernels = kernels
         self._offsets1, self._offsets2 = offsets
         self._router: torch.Tensor | None = router
-        self._scaling1, self._scaling2 = _scaling(fc1), _scaling(fc2)
+        self._scaling1, self._scaling2 = scalings
         self._weights1 = _weights(kernels, "FC1's weights", fc1, self._scaling1.weight, backward=backward)
         self._weights2 = _weights(kernels, "FC2's weights", fc2, self._scaling2.weight, backward=backward)
         self._x: QuantizedRows | None = None  # after the forward only its scales, as of the next
@@ -177,12 +174,6 @@ class Fp8Pass:
         assert self._dy is not None and self._x is not None
         turned = self._kernels.turn(dataclasses.replace(self._x, rows=x), self._offsets1)
         self._kernels.wgrad_fp8(self._dy, turned, self._offsets1, out, accumulate=accumulate, fast=False)
-
-
-def _scaling(op: Any) -> LinearScaling:
-    found = te_adapter.fp8_scaling(op)
-    assert not isinstance(found, str)  # `call_reason` has said so
-    return found
 
 
 def _weights(kernels: Fp8Kernels, name: str, op: Any, scaling: Scaling, *, backward: bool) -> QuantizedWeights:

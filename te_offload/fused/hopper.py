@@ -158,11 +158,27 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             ctxs: of the three ops. input_: of FC1.
             extra_inputs: of each op: split sizes; router scales; split sizes.
         """
-        reason = self._call_reason(ctxs, input_, extra_inputs)
+        reason, _ = self._judge(quantized.way_of_call(), ctxs, input_, extra_inputs)
         return Support(True) if reason is None else Support(False, reason)
 
+    def _judge(
+        self,
+        way: quantized.Way,
+        ctxs: Sequence[te_adapter.OperationContext],
+        input_: torch.Tensor,
+        extra_inputs: Sequence[Any],
+    ) -> tuple[str | None, list[Any]]:
+        """Why a call does not go a way, if it does not; and how both linears are scaled, if they are."""
+        scalings = [quantized.scaling_of(way, op) for op in (self.basic_ops[0], self.basic_ops[2])]
+        return self._call_reason(way, scalings, ctxs, input_, extra_inputs), scalings
+
     def _call_reason(
-        self, ctxs: Sequence[te_adapter.OperationContext], input_: torch.Tensor, extra_inputs: Sequence[Any]
+        self,
+        way: quantized.Way,
+        scalings: Sequence[Any],
+        ctxs: Sequence[te_adapter.OperationContext],
+        input_: torch.Tensor,
+        extra_inputs: Sequence[Any],
     ) -> str | None:
         fc1, activation, fc2 = self.basic_ops
         scales = extra_inputs[1][0]
@@ -174,14 +190,12 @@ class HopperGroupedMLP(te.ops.FusedOperation):
                 return f"the split sizes are {sizes.dtype}"
         if te_adapter.is_grouped_tensor(input_):
             return "its input is a GroupedTensor"
-        way = quantized.way_of_call()
         if len({ctx.requires_grad for ctx in ctxs}) > 1:
             return "a gradient is needed by some of its ops alone"
         dtypes = []
-        for op in (fc1, fc2):
-            reason = quantized.call_reason(way, op)
-            if reason is not None:
-                return reason
+        for op, scaling in zip((fc1, fc2), scalings, strict=True):
+            if isinstance(scaling, str):
+                return scaling
             weight = _weight_of(op, way)
             if weight is None:
                 return "weights that are quantized, or no plain tensors"
@@ -222,7 +236,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         fc1, activation, fc2 = self.basic_ops
         ctx1, ctx2, ctx3 = basic_op_ctxs
         extra_inputs = kwargs["basic_op_extra_inputs"]
-        reason = self._call_reason(basic_op_ctxs, input_, extra_inputs)
+        way = quantized.way_of_call()
+        reason, scalings = self._judge(way, basic_op_ctxs, input_, extra_inputs)
         ctx1.te_offload_fused = reason is None
         calls = calls_of(fc1)
         if reason is not None:
@@ -230,7 +245,6 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             calls.reason = reason
             return self._forward_one_by_one(basic_op_ctxs, input_, **kwargs)
         calls.fused += 1
-        way = quantized.way_of_call()
         splits1, scales, splits2 = extra_inputs[0][0], extra_inputs[1][0], extra_inputs[2][0]
         self._check(input_, splits1, scales, splits2)
         for op, splits in ((fc1, splits1), (fc2, splits2)):  # of which no kernel reads more than there are rows
@@ -251,7 +265,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         offsets2 = offsets1 if splits2 is splits1 else kernels.offsets(splits2, y)
 
         saves = bool(ctx1.requires_grad)
-        numbers = quantized.make_pass(way, kernels, fc1, fc2, (offsets1, offsets2), flat_scales, backward=saves)
+        offsets = offsets1, offsets2
+        numbers = quantized.make_pass(way, kernels, fc1, fc2, scalings, offsets, flat_scales, backward=saves)
         if numbers is not None:
             x = numbers.quantize_input(x, splits1)
         if saves:

@@ -19,7 +19,7 @@ from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.ops import te_adapter
-from te_offload.ops.scaling import BlockFormat
+from te_offload.ops.scaling import BlockFormat, LinearBlockScaling, LinearScaling
 
 Way = BlockFormat | str
 """Of a call: by blocks, or one of the following two."""
@@ -51,11 +51,11 @@ def is_quicker_elsewhere(recipe: Any) -> bool:
     )
 
 
-def call_reason(way: Way, op: Any) -> str | None:
-    """Why a linear does not go a way in a call; ``None`` if it does."""
+def scaling_of(way: Way, op: Any) -> LinearScaling | LinearBlockScaling | str | None:
+    """Of a linear in a call; or why it does not go a way. ``None``: nothing is quantized."""
     if way == DENSE:
         return None
-    return fp8_pass.call_reason(op) if way == TENSOR_SCALES else block_pass.call_reason(op)
+    return fp8_pass.scaling_of(op) if way == TENSOR_SCALES else te_adapter.block_scaling(op)
 
 
 def make_pass(
@@ -63,16 +63,18 @@ def make_pass(
     kernels: Any,
     fc1: Any,
     fc2: Any,
+    scalings: Sequence[Any],
     offsets: tuple[torch.Tensor, torch.Tensor],
     router: torch.Tensor,
     *,
     backward: bool,
 ) -> Fp8Pass | BlockPass | None:
-    """One forward and backward of a way; ``None`` if nothing is quantized."""
+    """One forward and backward of a way, ``None`` if nothing is quantized. ``scalings``: of both linears."""
     if way == DENSE:
         return None
     kind: type[Fp8Pass | BlockPass] = Fp8Pass if way == TENSOR_SCALES else BlockPass
-    return kind(kernels, fc1, fc2, offsets, router, backward=backward)
+    one, other = scalings
+    return kind(kernels, fc1, fc2, (one, other), offsets, router, backward=backward)
 
 
 def make_kernels(way: Way, activation: SquaredReLU, *, reference: bool) -> Kernels:
