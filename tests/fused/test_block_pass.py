@@ -6,6 +6,7 @@ with MXFP8's scales rounded the other way and without NVFP4's Hadamard transform
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -20,10 +21,11 @@ from te_offload import Fate, OffloadSession, SlotName
 from te_offload.fused import find_windows, hopper
 from te_offload.fused.calls import calls_of
 from te_offload.fused.hopper import HopperGroupedMLP
+from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.ops import te_adapter
 from tests.fused.test_fp8_pass import fp8_parameter
 from tests.support import te_on_cpu
-from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
+from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp, run
 
 EXPERTS, HIDDEN, FFN, SPLITS = 3, 128, 256, (130, 0, 384)
 TOKENS = sum(SPLITS)
@@ -108,11 +110,12 @@ def test_two_linears_may_have_split_sizes_of_their_own(recipe: str) -> None:
     for quantizes in (True, False):
         module = mlp()
         x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+        with torch.no_grad():
+            x[: SPLITS[0]] *= 8  # an expert's amax is not another's
         with te.autocast(enabled=quantizes, recipe=RECIPES[recipe]):
             y = module(x, sizes, scales, sizes.flip(0))
         y.float().square().sum().backward()
-        assert x.grad is not None and scales.grad is not None
-        found.append({"y": y.detach(), "x": x.grad, "scales": scales.grad})
+        found.append({"y": y.detach()} | gradients(module, x, scales))
     assert_near(found[0], found[1], max(NEAR[recipe], 0.1))
 
 
@@ -284,3 +287,49 @@ def test_columns_that_a_format_cannot_hold_are_named(monkeypatch: pytest.MonkeyP
     (window,) = find_windows(list(make_mlp(experts=EXPERTS, hidden=48, ffn=FFN)))
     assert hopper.explain(window, RECIPES["fp8-block"]).ok
     assert "FC1 is 48 x 256; MXFP8 takes multiples of 32" in str(hopper.explain(window, RECIPES["mxfp8"]).reason)
+
+
+def test_quantized_weights_are_let_go_of_as_soon_as_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows after the forward; columns after the dgrad, before the wgrad."""
+    rows: list[Any] = []
+    columns: list[Any] = []
+    alive: list[int] = []
+    make, multiply = ReferenceBlockKernels.block_weights, ReferenceBlockKernels.wgrad_blocks
+
+    def make_spied(self: Any, *args: Any, **options: Any) -> Any:
+        found = make(self, *args, **options)
+        rows.extend(weakref.ref(one) for one in found.rows)
+        columns.extend(weakref.ref(one) for one in found.columns)
+        return found
+
+    def multiply_spied(self: Any, *args: Any, **options: Any) -> None:
+        alive.append(sum(one() is not None for one in columns))
+        multiply(self, *args, **options)
+
+    monkeypatch.setattr(ReferenceBlockKernels, "block_weights", make_spied)
+    monkeypatch.setattr(ReferenceBlockKernels, "wgrad_blocks", multiply_spied)
+    module = mlp()
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=RECIPES["fp8-block"]):
+        y = module(x, sizes, scales, sizes)
+    assert len(rows) == 2 * EXPERTS and not any(one() is not None for one in rows)
+    assert all(one() is not None for one in columns)
+    y.float().sum().backward()
+    assert alive == [EXPERTS, 0]  # of FC2's wgrad, and of FC1's
+
+
+def test_columns_are_made_for_a_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    make = ReferenceBlockKernels.block_rows
+
+    def spied(self: Any, *args: Any, by_column: bool, **options: Any) -> Any:
+        asked.append(by_column)
+        return make(self, *args, by_column=by_column, **options)
+
+    monkeypatch.setattr(ReferenceBlockKernels, "block_rows", spied)
+    module = mlp()
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    for with_grad in (False, True):
+        with torch.set_grad_enabled(with_grad), te.autocast(enabled=True, recipe=RECIPES["fp8-block"]):
+            module(x, sizes, scales, sizes)
+    assert asked == [False, True]

@@ -6,7 +6,6 @@ arithmetic stand for its results.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -19,10 +18,10 @@ from transformer_engine.pytorch.tensor import Float8BlockQuantizer
 from te_offload import Fate, OffloadSession, SlotName
 from te_offload.fused import hopper
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
-from te_offload.graphs import CaptureState, capture
 from te_offload.ops.scaling import BlockFormat, BlockScaling
 from tests.fused.test_fp8_pass import assert_all_fused
 from tests.gpu.test_hopper_on_gpu import errors, fp64_run, of_whole_ops
+from tests.support.captured_steps import assert_captured_steps_have_the_bits_of_eager_ones
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run, seeded
 
 pytestmark = pytest.mark.gpu
@@ -163,14 +162,17 @@ def test_rows_of_no_expert_are_zero_and_change_nothing() -> None:
         assert torch.equal(fewer[:rows], every[:rows]) and not fewer[rows:].any()
 
 
-def test_two_linears_may_have_split_sizes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others", [(61, 331, 0, 128), (61, 200, 0, 128)], ids=["all rows", "fewer rows"])
+def test_two_linears_may_have_split_sizes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, others: tuple[int, ...]
+) -> None:
     results = []
     for switch in ("1", "reference"):
         monkeypatch.setenv(hopper.SWITCH, switch)
         module = mlp()
         x, sizes, scales = make_inputs(SPLITS, HIDDEN, device="cuda", dtype=torch.bfloat16)
         with te.autocast(enabled=True, recipe=RECIPE):
-            y = module(x, sizes, scales, sizes.flip(0))
+            y = module(x, sizes, scales, torch.tensor(others, device="cuda"))
         y.float().square().sum().backward()
         assert_all_fused(module)
         assert x.grad is not None and scales.grad is not None
@@ -192,31 +194,6 @@ def test_weights_of_fp16_and_gradients_into_main_grad() -> None:
 
 
 def test_captured_steps_with_changing_routing_give_the_bits_of_eager_ones() -> None:
-    eager, module = mlp(), mlp()
-
-    def make(model: te.ops.Sequential) -> Any:
-        def train(x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            model.zero_grad(set_to_none=False)
-            with te.autocast(enabled=True, recipe=RECIPE):
-                y = model(x, sizes, scales, sizes)
-            y.float().square().sum().backward()
-            found: torch.Tensor = y.detach()
-            return found
-
-        return train
-
-    for parameter in itertools.chain(eager.parameters(), module.parameters()):
-        parameter.grad = torch.zeros_like(parameter)
-    step_of = make(eager)
-    random = torch.Generator().manual_seed(0)
-    x, sizes, scales = (one.detach() for one in make_inputs(SPLITS, HIDDEN, device="cuda", dtype=torch.bfloat16))
-    with capture(make(module), [x, sizes, scales], modules=[module]) as replay:
-        for number in range(20):
-            cuts = torch.randint(0, TOKENS + 1, (3,), generator=random).sort().values
-            sizes = torch.diff(cuts, prepend=torch.zeros(1), append=torch.full((1,), TOKENS)).long().cuda()
-            x = seeded((TOKENS, HIDDEN), number, dtype=torch.bfloat16).cuda()
-            assert torch.equal(step_of(x, sizes, scales), replay(x, sizes, scales) + 0), number
-            for one, other in zip(eager.parameters(), module.parameters(), strict=True):
-                assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad), number
-        assert replay.state is CaptureState.CAPTURED, replay.reason
+    module = mlp()
+    assert_captured_steps_have_the_bits_of_eager_ones(mlp(), module, RECIPE, SPLITS, HIDDEN)
     assert_all_fused(module)

@@ -17,11 +17,11 @@ from te_offload import Fate, OffloadSession, SlotName, ops
 from te_offload.fused import hopper
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
-from te_offload.graphs import CaptureState, capture
 from te_offload.ops.scaling import Scaling
 from tests.fused.test_fp8_pass import EVERY, RECIPES, assert_all_fused
 from tests.gpu.test_hopper_on_gpu import errors, fp64_run, of_whole_ops
 from tests.layouts.test_delayed_scaling import state
+from tests.support.captured_steps import assert_captured_steps_have_the_bits_of_eager_ones
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run, seeded
 
 pytestmark = pytest.mark.gpu
@@ -262,34 +262,8 @@ def test_split_sizes_that_sum_to_fewer_rows_give_zeros_beyond_them() -> None:
 def test_captured_steps_with_changing_routing_give_the_bits_of_eager_ones(recipe: str) -> None:
     if recipe == "delayed":
         pytest.skip("its scales are updated by Transformer Engine when autocast ends, outside of a graph")
-    eager, module = mlp(), mlp()
-
-    def make(model: te.ops.Sequential) -> Any:
-        def train(x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            model.zero_grad(set_to_none=False)
-            with te.autocast(enabled=True, recipe=RECIPES[recipe]):
-                y = model(x, sizes, scales, sizes)
-            y.float().square().sum().backward()
-            found: torch.Tensor = y.detach()
-            return found
-
-        return train
-
-    for model in (eager, module):
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-    step_of = make(eager)
-    random = torch.Generator().manual_seed(0)
-    x, sizes, scales = (one.detach() for one in make_inputs(SPLITS, HIDDEN, device="cuda", dtype=torch.bfloat16))
-    with capture(make(module), [x, sizes, scales], modules=[module]) as replay:
-        for number in range(20):
-            cuts = torch.randint(0, TOKENS + 1, (3,), generator=random).sort().values
-            sizes = torch.diff(cuts, prepend=torch.zeros(1), append=torch.full((1,), TOKENS)).long().cuda()
-            x = seeded((TOKENS, HIDDEN), number, dtype=torch.bfloat16).cuda()
-            assert torch.equal(step_of(x, sizes, scales), replay(x, sizes, scales) + 0), number
-            for one, other in zip(eager.parameters(), module.parameters(), strict=True):
-                assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad), number
-        assert replay.state is CaptureState.CAPTURED, replay.reason
+    module = mlp()
+    assert_captured_steps_have_the_bits_of_eager_ones(mlp(), module, RECIPES[recipe], SPLITS, HIDDEN)
     assert_all_fused(module)
 
 
