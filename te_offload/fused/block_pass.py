@@ -25,13 +25,18 @@ def structure_reason(ops: Sequence[tuple[str, Any]], recipe: Any, *, reference: 
     assert form is not None
     if getattr(recipe, "backward_override", None) is not None:
         return f"recipe {type(recipe).__name__} with backward_override={recipe.backward_override}"
-    if form is not BlockFormat.FP8 and not reference:
-        return f"recipe {type(recipe).__name__}: Hopper has no tensor cores for {form.value}"
+    if not reference and format_reason(form) is not None:
+        return format_reason(form)
     _, multiple = te_adapter.shape_multiples(recipe)
     for name, op in ops:
         if op.in_features % multiple or op.out_features % multiple:
             return f"{name} is {op.in_features} x {op.out_features}; {form.value} takes multiples of {multiple}"
     return None
+
+
+def format_reason(form: BlockFormat) -> str | None:
+    """Why Hopper's kernels do not take a format; ``None`` if they do."""
+    return None if form is BlockFormat.FP8 else f"Hopper has no tensor cores for {form.value}"
 
 
 class BlockPass:

@@ -169,7 +169,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         extra_inputs: Sequence[Any],
     ) -> tuple[str | None, list[Any]]:
         """Why a call does not go a way, if it does not; and how both linears are scaled, if they are."""
-        scalings = [quantized.scaling_of(way, op) for op in (self.basic_ops[0], self.basic_ops[2])]
+        reference = _in_torch_arithmetic(input_)
+        scalings = [quantized.scaling_of(way, self.basic_ops[place], reference=reference) for place in (0, 2)]
         return self._call_reason(way, scalings, ctxs, input_, extra_inputs), scalings
 
     def _call_reason(
@@ -435,10 +436,14 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         key = tensor.is_cuda, way
         kernels = self._kernels.get(key)
         if kernels is None:
-            reference = os.environ.get(SWITCH) == "reference" or not tensor.is_cuda
+            reference = _in_torch_arithmetic(tensor)
             activation = SquaredReLU(getattr(self.basic_ops[1], "tanh_clamp_scale", None))
             kernels = self._kernels[key] = quantized.make_kernels(way, activation, reference=reference)
         return kernels
+
+
+def _in_torch_arithmetic(tensor: torch.Tensor) -> bool:
+    return not tensor.is_cuda or os.environ.get(SWITCH) == "reference"
 
 
 def _weight_of(op: Any, way: quantized.Way) -> torch.Tensor | None:

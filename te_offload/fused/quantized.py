@@ -51,11 +51,16 @@ def is_quicker_elsewhere(recipe: Any) -> bool:
     )
 
 
-def scaling_of(way: Way, op: Any) -> LinearScaling | LinearBlockScaling | str | None:
+def scaling_of(way: Way, op: Any, *, reference: bool) -> LinearScaling | LinearBlockScaling | str | None:
     """Of a linear in a call; or why it does not go a way. ``None``: nothing is quantized."""
     if way == DENSE:
         return None
-    return fp8_pass.scaling_of(op) if way == TENSOR_SCALES else te_adapter.block_scaling(op)
+    if not isinstance(way, BlockFormat):
+        return fp8_pass.scaling_of(op)
+    reason = (
+        None if reference else block_pass.format_reason(way)
+    )  # the recipe may be another one than when it was fused
+    return reason or te_adapter.block_scaling(op)
 
 
 def make_pass(

@@ -18,11 +18,12 @@ from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
 from transformer_engine.pytorch.ops.op import OperationContext
 
 from te_offload import Fate, OffloadSession, SlotName
-from te_offload.fused import find_windows, hopper
+from te_offload.fused import find_windows, hopper, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.ops import te_adapter
+from te_offload.ops.scaling import LinearBlockScaling
 from tests.fused.test_fp8_pass import fp8_parameter
 from tests.support import te_on_cpu
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp, run
@@ -226,6 +227,17 @@ def test_hopper_has_no_kernels_for_formats_of_blackwell(monkeypatch: pytest.Monk
     support = hopper.explain(window, RECIPES[recipe])
     assert not support.ok and "Hopper has no tensor cores for" in str(support.reason)
     assert hopper.explain(window, RECIPES["fp8-block"]).ok
+
+
+@EVERY
+def test_a_recipe_that_comes_after_the_window_was_fused_is_looked_at_in_each_call(recipe: str) -> None:
+    module = mlp()
+    step(module, recipe)
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]):
+        way = quantized.way_of_call()
+        found, on_hopper = (quantized.scaling_of(way, module[0], reference=reference) for reference in (True, False))
+    assert isinstance(found, LinearBlockScaling)
+    assert on_hopper == found if recipe == "fp8-block" else "Hopper has no tensor cores for" in str(on_hopper)
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["not asked", "asked"])
