@@ -1,14 +1,16 @@
 """A training step of grouped MLPs as a CUDA graph, with offloading inside and without, beside the same step run eagerly.
 
     ./run benchmarks.graphs [--layers 8 --experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--unfused] [--rounds 20]
-                            [--gradients stay|new] [--fraction 0.3] [--max-in-flight 256MiB] [--json FILE]
+                            [--gradients stay|new] [--fraction 0.3] [--max-in-flight 256MiB] [--apart] [--json FILE]
 
 All ways have the same weights, and gradients of their own; each call brings another input, whose copy into the graph's
 buffer is part of its time. Gradients stay from step to step and are zeroed, as under a distributed optimizer; `new` ones
 are made in each step, in the graph's memory, where they take the place of what the backward has done with. Ways are
 interleaved and in both orders; medians over the rounds, by events of the GPU, of two calls in a row. `pool` is what the
 allocator reserves for the graph while it is captured, `out` the bytes that leave the device in a step. With few tokens
-(`--tokens 1024`) the step is bound by launches, which is what a graph saves.
+(`--tokens 1024`) the step is bound by launches, which is what a graph saves. ``--apart`` runs each way in a process of its
+own, one after the other, there and back: copies of a captured step were seen to be slower after another session in the
+process.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import gc
 import json
 import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +38,7 @@ from te_offload.ops import te_adapter
 from te_offload.units import format_bytes
 
 CALLS = 2
+WAYS = ("eager", "eager, offload", "graph", "graph, offload")
 WARM_UP = 8  # runs, in which a plan is made
 Step = Callable[..., torch.Tensor]
 
@@ -103,29 +108,15 @@ def milliseconds(step: Step, inputs: Sequence[tuple[torch.Tensor, ...]]) -> floa
     return float(begin.elapsed_time(end)) / CALLS
 
 
-def main() -> None:
-    """Run, print a table, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = ("layers", 8), ("experts", 64), ("hidden", 2048), ("ffn", 1408), ("tokens", 32768), ("rounds", 20)
-    for name, value in numbers:
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--unfused", action="store_true", help="Transformer Engine's grouped path")
-    parser.add_argument("--gradients", choices=("stay", "new"), default="stay", help="where gradients are")
-    parser.add_argument("--fraction", type=float, help="of the bytes that may go, chosen by a plan; default: all go")
-    parser.add_argument("--max-in-flight", default="256MiB", help="of the sessions")
-    parser.add_argument("--json", type=Path, help="write the results here too")
-    arguments = parser.parse_args()
-    os.environ[hopper.SWITCH] = "0" if arguments.unfused else "1"
+def measured(
+    names: Sequence[str], arguments: argparse.Namespace, inputs: Sequence[tuple[torch.Tensor, ...]]
+) -> dict[str, dict[str, Any]]:
+    """Ways interleaved in this process."""
     size = arguments.layers, arguments.experts, arguments.hidden, arguments.ffn
-    sizes = torch.tensor(split(arguments.experts, arguments.tokens, skew=False), device="cuda")
-    inputs = []
-    for _ in range(2):
-        x = torch.randn(arguments.tokens, arguments.hidden, device="cuda", dtype=torch.bfloat16)
-        inputs.append((x, sizes, torch.rand(arguments.tokens, device="cuda")))
     first = Stack(*size)
     steps: dict[str, Step] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for name in ("eager", "eager, offload", "graph", "graph, offload"):
+    for name in names:
         model = Stack(*size)
         for ours, theirs in zip(model.parameters(), first.parameters(), strict=True):
             ours.data = theirs.data
@@ -165,12 +156,52 @@ def main() -> None:
             times[name].append(milliseconds(steps[name], inputs))
     for name, row in rows.items():
         row["ms"] = statistics.median(times[name])
+    return rows
+
+
+def measured_apart(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Each way in two processes of its own, there and back; the mean of their medians."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for name in [*names, *reversed(names)]:
+        rest = [one for one in sys.argv[1:] if one != "--apart"]
+        command = [sys.executable, "-m", "benchmarks.graphs", *rest, "--way", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found[name].append(json.loads(done.stdout.splitlines()[-1]))
+    return {name: rows[0] | {"ms": statistics.fmean(row["ms"] for row in rows)} for name, rows in found.items()}
+
+
+def main() -> None:
+    """Run, print a table, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = ("layers", 8), ("experts", 64), ("hidden", 2048), ("ffn", 1408), ("tokens", 32768), ("rounds", 20)
+    for name, value in numbers:
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--unfused", action="store_true", help="Transformer Engine's grouped path")
+    parser.add_argument("--gradients", choices=("stay", "new"), default="stay", help="where gradients are")
+    parser.add_argument("--fraction", type=float, help="of the bytes that may go, chosen by a plan; default: all go")
+    parser.add_argument("--max-in-flight", default="256MiB", help="of the sessions")
+    parser.add_argument("--apart", action="store_true", help="each way in a process of its own")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    arguments = parser.parse_args()
+    os.environ[hopper.SWITCH] = "0" if arguments.unfused else "1"
+    size = arguments.layers, arguments.experts, arguments.hidden, arguments.ffn
+    sizes = torch.tensor(split(arguments.experts, arguments.tokens, skew=False), device="cuda")
+    inputs = []
+    for _ in range(2):
+        x = torch.randn(arguments.tokens, arguments.hidden, device="cuda", dtype=torch.bfloat16)
+        inputs.append((x, sizes, torch.rand(arguments.tokens, device="cuda")))
+    names: tuple[str, ...] = (arguments.way,) if arguments.way else WAYS
+    rows = measured_apart(names) if arguments.apart else measured(names, arguments, inputs)
+    if arguments.way:
+        print(json.dumps(rows[arguments.way]))
+        return
     number = te_adapter.cublaslt_version()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}; "
         f"L{size[0]} E{size[1]} H{size[2]} F{size[3]} T{arguments.tokens} bf16, "
         f"{'unfused' if arguments.unfused else 'fused'}, fraction {arguments.fraction}, gradients {arguments.gradients}; "
-        f"{arguments.rounds} rounds\n"
+        f"{arguments.rounds} rounds{', a process each' if arguments.apart else ''}\n"
     )
     print("| way | ms | pool | out |\n|---|---|---|---|")
     for name, row in rows.items():
@@ -197,6 +228,7 @@ def main() -> None:
             "fused": not arguments.unfused,
             "fraction": arguments.fraction,
             "gradients": arguments.gradients,
+            "apart": arguments.apart,
             "rows": rows,
         }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
