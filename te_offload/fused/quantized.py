@@ -44,7 +44,7 @@ def structure_reason(ops: Sequence[tuple[str, Any]], recipe: Any, *, reference: 
 def is_quicker_elsewhere(recipe: Any) -> bool:
     """Whether Transformer Engine's unfused ops take the GPU less time here, by measurement (docs/results/, FP8 by blocks).
 
-    They take the host more, so that launched one by one this op is quicker even so.
+    They take the host more: at 64 experts, launched one by one, this op is quicker even so.
     """
     return te_adapter.block_format(recipe) is BlockFormat.FP8 and te_adapter.grouped_path_supported(
         recipe, torch.bfloat16

@@ -186,7 +186,8 @@ def test_weights_of_fp16_and_gradients_into_main_grad() -> None:
     plain = mlp(dtype=torch.float16)
     for parameter in module.parameters():
         parameter.main_grad = torch.ones(parameter.shape, device="cuda")
-    step(module), (expected := step(plain))
+    step(module)
+    expected = step(plain)
     assert_all_fused(module)
     for name, parameter in module.named_parameters():
         added = parameter.main_grad - 1

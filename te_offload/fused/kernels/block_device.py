@@ -7,7 +7,7 @@ Rows (T, columns) have a scale for each 128 columns, stored as (columns / 128, T
 expert, stored as (blocks, columns); weights one for 128 x 128 numbers. What is stored is one over the scale. Tensor cores
 add up 128 products; their sum is multiplied by both operands' inverse scales and added in float32, as cuBLAS does with
 ``use_split_accumulator``. Scales follow `fp8_device`, but that an infinite one becomes ``most``, the largest number of the
-dtype that is quantized, as in Transformer Engine's quantizers by blocks.
+dtype that is quantized: with float32's they differed from Transformer Engine's quantizer; that these agree was not seen.
 """
 
 from __future__ import annotations

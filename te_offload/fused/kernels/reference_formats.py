@@ -1,9 +1,9 @@
 """Block-scaled formats in torch arithmetic: one tensor in one direction, to numbers with scales and back.
 
-In: matrices, scalings. Out: flat buffers; matrices of float32. Keeps true: FP8 and MXFP8 follow Transformer Engine's
-formulas (common/recipe/recipe_common.cuh; an E8M0 scale is rounded up, common/util/ptx.cuh), NVFP4 is Transformer Engine's
-own quantizer in torch; what is read back comes from the buffers alone. Does not: know of experts or products; round
-stochastically.
+In: matrices, scalings. Out: flat buffers; matrices of float32. Keeps true: FP8 follows Transformer Engine's formula
+(common/recipe/recipe_common.cuh), MXFP8 rounds its scale up, as Transformer Engine is known to (not compared with its
+kernels, which need another card), NVFP4 is Transformer Engine's own quantizer in torch; what is read back comes from the
+buffers alone. Does not: know of experts or products; round stochastically.
 
 With `BlockScaling.hadamard` columns are of ``H @ x``, 16 tokens at a time, H orthogonal: so are both operands of a wgrad,
 and it drops out of their product.

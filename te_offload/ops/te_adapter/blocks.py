@@ -68,7 +68,8 @@ def grouped_columns(
     split_sizes: torch.Tensor,
     buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
 ) -> GroupedTensorStorage:
-    """What a GroupedLinear's own grouped path saves of its input: columns alone, of all experts one behind the other.
+    """The storage in which a GroupedLinear's own grouped path saves its input: columns alone, of all experts. What lies in
+    the buffers where is the kernels' own; nothing of Transformer Engine's reads them.
 
     Args:
         op: the GroupedLinear. shape: of the input. dtype: before it was quantized. split_sizes: (N,).
