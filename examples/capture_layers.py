@@ -40,7 +40,7 @@ def main() -> str:
         return "There is no GPU here, and a CUDA graph needs one."
     torch.manual_seed(0)
     layers = torch.nn.ModuleList(Layer() for _ in range(LAYERS))
-    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(layers.parameters(), lr=1e-3)
     losses = []
     with OffloadSession(layers, min_bytes=0) as session, capture_layers(layers, session=session) as graphs:
         for _ in range(STEPS):

@@ -60,7 +60,7 @@ def main() -> str:
         loss: torch.Tensor = (model(x, split_sizes, scales) - target).float().square().mean()
         loss.backward()
         with torch.no_grad():
-            torch._foreach_add_(parameters, [p.grad for p in parameters if p.grad is not None], alpha=-0.1)
+            torch._foreach_add_(parameters, [p.grad for p in parameters if p.grad is not None], alpha=-30.0)
         return loss.detach()
 
     with (

@@ -165,6 +165,8 @@ class Mover:
         for lot in cargo.lots:
             if lot.memory is None:
                 lot.allocate(self.device)
+        if torch.are_deterministic_algorithms_enabled():
+            free = self.transfer.mark()  # new memory was filled with NaN, on the compute stream and after `free`
         if self._ranges:
             torch.cuda.nvtx.range_push(f"{cargo.name} back")
         try:

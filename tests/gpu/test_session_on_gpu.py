@@ -77,6 +77,34 @@ def test_offloading_changes_no_bit_and_moves_the_bytes_computed_by_hand(
 
 @PATHS
 @FORMATS
+def test_deterministic_mode_keeps_the_bits_while_other_work_fills_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, path: str, fp8: bool
+) -> None:
+    """Torch fills new memory with NaN there, and what fills it comes late on a busy GPU."""
+    choose_path(monkeypatch, path, fp8)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    splits = SPLITS["even"]
+    expected = step(Stack(3), splits, fp8)
+    model = Stack(3)
+    others, busy = torch.cuda.Stream(), torch.ones(1 << 29, device="cuda")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with OffloadSession(model.layers, min_bytes=0, max_in_flight=0) as session:
+            for _ in range(3):
+                with torch.cuda.stream(others):
+                    for _ in range(50):
+                        busy.sin_()
+                with session.step():
+                    found = step(model, splits, fp8)
+                assert_same_bits(expected, found)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert came_back_or_never_left(session.records[-1])
+
+
+@PATHS
+@FORMATS
 @pytest.mark.parametrize("keep", ["fc1_input", "act_input", "fc2_input"])
 def test_kept_slot_stays_and_the_others_go(monkeypatch: pytest.MonkeyPatch, path: str, fp8: bool, keep: str) -> None:
     choose_path(monkeypatch, path, fp8)

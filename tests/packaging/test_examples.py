@@ -41,7 +41,7 @@ def test_example_of_a_capture_trains_in_a_graph(monkeypatch: pytest.MonkeyPatch)
     text = importlib.import_module("examples.capture_step").main()
     assert "; captured; " in text and " 0 bytes" not in text
     first, last = text.split(";")[0].split()[1::2]
-    assert float(last) < float(first)
+    assert float(last) < 0.97 * float(first)
 
 
 @pytest.mark.gpu
@@ -50,7 +50,7 @@ def test_example_of_layers_as_graphs_trains_and_offloads(monkeypatch: pytest.Mon
     text = importlib.import_module("examples.capture_layers").main()
     assert text.count(": captured, ") == 4 and "; 0 bytes" not in text and " eager: " not in text, text
     first, last = text.split(";")[0].split()[1::2]
-    assert float(last) < float(first)
+    assert float(last) < 0.9 * float(first)
 
 
 def test_there_are_examples() -> None:

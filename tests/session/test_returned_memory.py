@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from te_offload import OffloadSession
 from te_offload.offload import engine as engine_module
 from te_offload.offload import session as session_module
+from te_offload.offload.cargo import Lot
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import GROWTH_STEPS
 from te_offload.offload.mover import Mover
@@ -102,3 +104,28 @@ def test_host_memory_is_given_up_after_the_last_copy_back() -> None:
         queued = [cargo.back.ended for visit in session._engine.visits for cargo in visit.cargos if cargo.back]
         last = session._engine.pool.last_read
         assert last is not None and last.seconds == max(mark.seconds for mark in queued)  # type: ignore[attr-defined]
+
+
+def test_copies_back_come_after_new_memory_was_filled_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch fills new memory with NaN, on the compute stream, which a copy on another stream must not overtake."""
+    allocated: list[float] = []
+    allocate = Lot.allocate
+
+    def noted(lot: Lot, device: torch.device) -> None:
+        allocate(lot, device)
+        allocated.append(time.perf_counter())
+
+    class Checked(LateTransfer):
+        def copy_back(self, pieces: Any, after: Any) -> Any:
+            assert max(mark.seconds for mark in after if not hasattr(mark, "owner")) >= allocated[-1]
+            return super().copy_back(pieces, after)
+
+    monkeypatch.setattr(Lot, "allocate", noted)
+    monkeypatch.setattr(engine_module, "make_transfer", lambda device, stream: Checked())
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    model = Stack(3)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0) as session:
+        for _ in range(2):
+            with session.step():
+                run(model, SPLITS)
+    assert session.records[-1].bytes_back > 0 and allocated
