@@ -30,8 +30,14 @@ def new_stream(device: int) -> torch.cuda.Stream:
     except IndexError:
         handle = _create(device)
     stream = torch.cuda.ExternalStream(handle, device=torch.device("cuda", device))
-    weakref.finalize(stream, spare.append, handle).atexit = False  # type: ignore[misc]
+    # Not of the stream itself: torch 2.11 frees its memory without a word to weak references, which then read freed memory.
+    stream.life = _Life()  # type: ignore[attr-defined]
+    weakref.finalize(stream.life, spare.append, handle).atexit = False  # type: ignore[attr-defined,misc]
     return stream
+
+
+class _Life:
+    """Gone with the stream that holds it."""
 
 
 @functools.cache

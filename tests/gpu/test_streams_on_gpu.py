@@ -34,6 +34,25 @@ print(json.dumps([right, before - middle, middle - last, len({one.cuda_stream fo
 """
 """Bytes that three of ours take, and torch's first one."""
 
+REUSE = """
+import gc, torch
+from te_offload.offload.streams import new_stream
+kept = new_stream(0)
+handles = set()
+for _ in range(5):
+    gone = new_stream(0)
+    handles.add(gone.cuda_stream)
+    del gone
+    others = [torch.cuda.Stream() for _ in range(9)]  # whose memory may be where the stream was
+    gc.collect()
+print(len(handles), kept.cuda_stream in handles)
+"""
+
+
+def test_a_stream_that_is_gone_is_given_out_again_and_the_process_ends_well() -> None:
+    done = subprocess.run([sys.executable, "-c", REUSE], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.split() == ["1", "False"]
+
 
 def test_three_streams_of_ours_take_less_memory_than_the_first_of_torchs() -> None:
     """That makes all of its streams at once."""

@@ -13,7 +13,9 @@ from te_offload.offload import streams
 
 
 class _Stream:
-    """In place of torch's, which needs a GPU."""
+    """In place of torch's, which needs a GPU, and takes no weak references that mean anything."""
+
+    __slots__ = ("__dict__",)
 
     def __init__(self, handle: int, device: torch.device) -> None:
         self.cuda_stream, self.device = handle, device
