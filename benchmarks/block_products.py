@@ -4,7 +4,7 @@
 
 FC1's product by row and its weight gradient, both without anything around them, interleaved; medians over the rounds by
 events of the GPU, and TFLOP/s. A candidate whose result is not that of Triton's within 1% is not timed. The candidates are
-those of `benchmarks.block_products_device`.
+those of `te_offload.fused.kernels.sm90_block_device`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,20 @@ from quack.gemm_tvm_ffi_utils import (
     make_varlen_args,
 )
 
-from benchmarks import block_products_device
-from te_offload.fused.kernels import blocks, fp8, sm90_compile
+from te_offload.fused.kernels import blocks, fp8, sm90_block_device, sm90_compile
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.sm90_launch import SWIZZLE, Launches, Tile
 from te_offload.ops.scaling import BlockFormat, BlockScaling
 
 SCALING = BlockScaling(BlockFormat.FP8, power_of_two=True)
 E4M3 = torch.float8_e4m3fn
-TILES = {"128 x 128": Tile(128, 128), "128 x 128, no cluster": Tile(128, 128, 1)}
+TILES = {
+    "128 x 128": Tile(128, 128),
+    "128 x 128, no cluster": Tile(128, 128, 1),
+    "128 x 128, beside": Tile(128, 128, 1, 2),
+    "192 x 128": Tile(192, 128),
+    "192 x 128, no cluster": Tile(192, 128, 1),
+}
 
 
 def wgrad_of(tile: Tile) -> Callable[..., Any]:
@@ -52,11 +57,11 @@ def wgrad_of(tile: Tile) -> Callable[..., Any]:
         shape = tuple(cute.sym_int() for _ in range(rank))
         return make_fake_tensor(dtype, shape, leading_dim=rank - 1, divisibility=1)
 
-    kernel: Any = block_products_device.BlockWgradGemm
+    kernel: Any = sm90_block_device.BlockWgradGemm
     values = {
         "table": fake(Int32, 1),
-        "x_scales": fake(Float32, 2),
-        "w_scales": fake(Float32, 2),
+        "a_scales": fake(Float32, 2),
+        "b_scales": fake(Float32, 2),
         "starts": fake(Int32, 1),
     }
     found: Callable[..., Any] = compile_gemm_kernel(
@@ -117,22 +122,22 @@ class Products:
     def cute_rows(self, tile: Tile) -> torch.Tensor:
         """A candidate."""
         values = {
-            "x_scales": self.rows.scales,
-            "w_scales": self.weights.inverses,
+            "a_scales": self.rows.scales,
+            "b_scales": self.weights.inverses,
             "starts": self.offsets,
             "table": self.table,
         }
-        kernel: Any = block_products_device.BlockGemm
+        kernel: Any = sm90_block_device.BlockGemm
         x, weights = self.rows.numbers.view(E4M3), self.weights.numbers.view(E4M3)
         self._launch(kernel, tile, x, weights, self.out, None, values, self.offsets)
         return self.out
 
     def cute_wgrad(self, tile: Tile, function: Callable[..., Any]) -> torch.Tensor:
         """A candidate."""
-        kernel: Any = block_products_device.BlockWgradGemm
+        kernel: Any = sm90_block_device.BlockWgradGemm
         clusters = get_max_active_clusters(tile.cluster_rows * tile.cluster_columns)
         values = kernel.EpilogueArguments(
-            table=self.table, x_scales=self.dy_columns.scales, w_scales=self.columns.scales, starts=self.padded
+            table=self.table, a_scales=self.dy_columns.scales, b_scales=self.columns.scales, starts=self.padded
         )
         schedule, varlen = make_scheduler_args(clusters, SWIZZLE, None), make_varlen_args(None, self.padded, None)
         one, other = self.dy_columns.numbers.view(E4M3), self.columns.numbers.view(E4M3)

@@ -28,7 +28,7 @@ class _FastSums:
         super().__init__(*args, **kwargs, fp8_fast_accum=True)  # type: ignore[call-arg]
 
 
-class _PaddedColumns:
+class PaddedColumns:
     """Mixin before QuACK's GEMM: each expert's part of K begins at a multiple of a tile and ends with zeros, so that no
     tile holds two experts' numbers; QuACK's own way would need steps of one element, which TMA has not for 8 bits.
     """
@@ -99,7 +99,7 @@ for _fast in (False, True):
             operands=(("factor", "row"),),
             by_table=GradsByTable,
             adds=_adds,
-            mixins=(_PaddedColumns, *_mixins),
+            mixins=(PaddedColumns, *_mixins),
         )
     for _with_tanh in (False, True):
         _tanh = "Tanh" if _with_tanh else ""

@@ -1,8 +1,11 @@
-"""Candidates for FP8 by blocks on Hopper: QuACK's GEMM, whose sums over each K tile of 128 are multiplied by block scales.
+"""Hopper's grouped GEMMs in FP8 by blocks, as classes of QuACK's GEMM in CuTe DSL; see `sm90_device`.
 
-In: nothing when imported. Out: kernel classes, which `benchmarks.block_products` compiles and launches. Keeps true: both
-operands lie along K; a K tile is a block; what tensor cores add up over it is multiplied by both operands' inverse scales
-and added in float32. Does not: launch. Needs quack-kernels.
+In: nothing when imported. Out: kernel classes, which `sm90_blocks` compiles and launches. Keeps true: both operands lie
+along K; a tile's K is a block; what tensor cores add up over it is multiplied by both operands' inverse scales and added in
+float32, as cuBLAS does with ``use_split_accumulator``. Does not: launch, quantize, or choose tiles. Needs quack-kernels.
+
+``a_scales`` are (K / 128, T) by row, or (blocks, rows) of a weight gradient; ``b_scales`` (N, columns / 128, K / 128), or
+(blocks, columns). ``starts`` (N + 1,) are the experts' first tokens, padded ones where they lie along K.
 
 QuACK's main loop knows neither which tile it works on nor the epilogue's arguments. So scales go into the kernel with
 operand B, which is an object of ours anyway (see `sm90_device`), and the tile's place is noted when the loop over tiles
@@ -18,13 +21,21 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from quack.compile_utils import make_fake_tensor
-from quack.epilogue.ops import EpiOp
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, EpiOp, Scalar
 from quack.tile_scheduler import WorkTileInfo
 
-from te_offload.fused.kernels.sm90_device import ByExpert, GradsByTable, WeightsByTable, make_kernel
-from te_offload.fused.kernels.sm90_fp8_device import _PaddedColumns
+from te_offload.fused.kernels.sm90_device import (
+    ByExpert,
+    ExpertRow,
+    GradsByTable,
+    WeightsByTable,
+    make_kernel,
+    squared_relu,
+)
+from te_offload.fused.kernels.sm90_fp8_device import PaddedColumns
 
 BLOCK = 128
+_WARP = 32
 
 
 class _Noted:
@@ -36,7 +47,7 @@ class _Noted:
         self.tile: Any = None
 
 
-class _Work(WorkTileInfo):
+class _Work(WorkTileInfo):  # type: ignore[misc]
     def __init__(self, tile: Any, is_valid: Any, noted: _Noted) -> None:
         super().__init__(tile, is_valid)
         self._noted = noted
@@ -71,21 +82,17 @@ class _Operand(ByExpert):
             count = len(cutlass.extract_mlir_values(one))
             parts.append(cutlass.new_from_mlir_values(one, values[begin : begin + count]))
             begin += count
-        return _Operand(parts[0], parts[1], parts[2:], self._noted)
+        return type(self)(parts[0], parts[1], parts[2:], self._noted)
 
 
 class _Direct(_Operand):
-    """B of a wgrad, which goes through no table."""
+    """B of a weight gradient, which goes through no table."""
 
     def __getitem__(self, place: Any) -> Any:
         return self._tensor[place]
 
-    def __new_from_mlir_values__(self, values: list[Any]) -> _Direct:
-        found = super().__new_from_mlir_values__(values)
-        return _Direct(found._tensor, found._table, found.more, self._noted)
 
-
-class _Argument(EpiOp):
+class _Argument(EpiOp):  # type: ignore[misc]
     """Brings a tensor into the kernel's parameters; no epilogue reads it."""
 
     def __init__(self, name: str, dtype: Any, rank: int) -> None:
@@ -95,9 +102,12 @@ class _Argument(EpiOp):
     def config_key(self) -> Any:
         return self._dtype.__name__, self._rank
 
-    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+    def fake(self) -> Any:
         shape = tuple(cute.sym_int() for _ in range(self._rank))
         return make_fake_tensor(self._dtype, shape, leading_dim=self._rank - 1, divisibility=1)
+
+    def host_fake_arg(self, key: Any, fctx: Any) -> Any:
+        return self.fake()
 
     def param_fields(self) -> list[Any]:
         return [(self.name, object, None)]
@@ -107,17 +117,23 @@ class _Argument(EpiOp):
 
 
 class _Scaled:
-    """Mixin before QuACK's GEMM: a main loop with scales."""
+    """Mixin before QuACK's GEMM: a main loop with scales. Those of a tile of K are loaded while the one before it is worked
+    on, since a load takes longer than the tensor cores take for a tile.
+    """
+
+    cta_tile_shape_mnk: Any
+    pingpong: bool
 
     def _setup_attributes(self, epilogue_args: Any) -> None:
         self._noted = _Noted()
-        self._more = [getattr(epilogue_args, name) for name in ("x_scales", "w_scales", "starts")]
-        super()._setup_attributes(epilogue_args)
+        self._more = [getattr(epilogue_args, name) for name in ("a_scales", "b_scales", "starts")]
+        super()._setup_attributes(epilogue_args)  # type: ignore[misc]
 
     def get_scheduler_class(self, varlen_m: bool = False) -> Any:
-        noted, base = self._noted, super().get_scheduler_class(varlen_m)
+        """QuACK's."""
+        noted, base = self._noted, super().get_scheduler_class(varlen_m)  # type: ignore[misc]
 
-        class Scheduler(base):
+        class Scheduler(base):  # type: ignore[misc]
             def get_current_work(self, *, loc: Any = None, ip: Any = None) -> _Work:
                 work = super().get_current_work(loc=loc, ip=ip)
                 return _Work(work._tile_idx, work._is_valid_tile, noted)
@@ -139,24 +155,29 @@ class _Scaled:
         k_tile_cnt: Int32,
         warp_group_idx: Int32,
     ):
-        """In place of QuACK's: one K tile after the other, each scaled."""
+        """In place of QuACK's: one tile of K after the other, each scaled."""
         thread, _, _ = cute.arch.thread_idx()
         whole = cute.make_identity_tensor(self.cta_tile_shape_mnk[:2])
         coords = mma_fn.args[0].get_slice(thread).partition_C(whole)
         places = self.places(acc, coords)
+        ahead = cute.make_rmem_tensor((self.count(acc),), Float32)
+        now = cute.make_rmem_tensor((self.count(acc),), Float32)
+        self.load(ahead, acc, places, Int32(0))
         ab_release_state = ab_read_state.clone()
         is_full = Boolean(True)
         if k_tile_cnt > 0:
             is_full = ab_pipeline.consumer_try_wait(ab_read_state)
         acc_slow.fill(0.0)
         for k_tile in cutlass.range(0, k_tile_cnt, unroll=1):
-            factors = self.factors(acc, places, k_tile)  # on their way while the tensor cores work
+            now.store(ahead.load())
+            self.load(ahead, acc, places, cutlass.min(k_tile + 1, k_tile_cnt - 1))
             ab_pipeline.consumer_wait(ab_read_state, is_full)
             mma_fn(A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=Boolean(True))
             ab_read_state.advance()
             is_full = Boolean(True)
             if k_tile + 1 < k_tile_cnt:
                 is_full = ab_pipeline.consumer_try_wait(ab_read_state)
+            factors = self.factors(acc, now)
             warpgroup.wait_group(0)
             ab_pipeline.consumer_release(ab_release_state)
             ab_release_state.advance()
@@ -168,8 +189,8 @@ class _Scaled:
 
     @cute.jit
     def add(self, acc, acc_slow, factors):
-        """A fragment is ((2, 2, columns / 8), rows / 64, 1): its rows are the second number of the first mode, and the
-        second mode.
+        """A fragment is ((2, 2, columns / 8), rows / 64, columns / 128): its rows are the second number of the first mode,
+        and the second mode.
         """
         by_row, by_column = factors
         for m in cutlass.range_constexpr(cute.size(acc.shape, mode=[1])):
@@ -185,7 +206,7 @@ class _Scaled:
 
 
 class RowScales(_Scaled, WeightsByTable):
-    """``x_scales`` (K / 128, T), ``w_scales`` (N, columns / 128, K / 128), ``starts`` (N + 1,) int32: first rows."""
+    """A's are by row, B's one a tile."""
 
     def make_tma_load_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """QuACK's."""
@@ -194,9 +215,13 @@ class RowScales(_Scaled, WeightsByTable):
         self._noted.in_kernel = True
         return (*first, found)
 
+    def count(self, acc: Any) -> Any:
+        """Scales of a thread for a tile of K: its rows', and the weight's."""
+        return 2 * cute.size(acc.shape, mode=[1]) + 1
+
     @cute.jit
     def places(self, acc, coords):
-        """Of each row of the fragment in x."""
+        """Of each row of the fragment in A."""
         tile = self._noted.tile
         starts = self._noted.operand.more[2]
         begin = starts[tile[3]] + tile[0] * self.cta_tile_shape_mnk[0]
@@ -209,21 +234,29 @@ class RowScales(_Scaled, WeightsByTable):
         return rows
 
     @cute.jit
-    def factors(self, acc, rows, k_tile):
-        """Of each row: both inverse scales."""
+    def load(self, found, acc, rows, k_tile):
+        """Begin to load those of a tile of K."""
         tile = self._noted.tile
-        x_scales, w_scales, _ = self._noted.operand.more
-        of_weight = w_scales[tile[3], tile[1], k_tile]
+        a_scales, b_scales, _ = self._noted.operand.more
+        count = const_expr(cute.size(acc.shape, mode=[1]))
+        for m in cutlass.range_constexpr(count):
+            for r in cutlass.range_constexpr(2):
+                found[2 * m + r] = a_scales[k_tile, rows[r, m]]
+        found[2 * count] = b_scales[tile[3], tile[1], k_tile]
+
+    @cute.jit
+    def factors(self, acc, now):
+        """Of each row: both inverse scales."""
         count = const_expr(cute.size(acc.shape, mode=[1]))
         found = cute.make_rmem_tensor((2, count), Float32)
         for m in cutlass.range_constexpr(count):
             for r in cutlass.range_constexpr(2):
-                found[r, m] = x_scales[k_tile, rows[r, m]] * of_weight
+                found[r, m] = now[2 * m + r] * now[2 * count]
         return found, None
 
 
 class BothScales(_Scaled, GradsByTable):
-    """``x_scales`` (blocks, rows), ``w_scales`` (blocks, columns), ``starts`` (N + 1,) int32: first padded tokens."""
+    """A's are by row, B's by column. A warp's lanes load a column each and ask each other for theirs."""
 
     def make_tma_load_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """QuACK's."""
@@ -232,63 +265,102 @@ class BothScales(_Scaled, GradsByTable):
         self._noted.in_kernel = True
         return (*first, found)
 
+    def count(self, acc: Any) -> Any:
+        """Scales of a thread for a tile of K: its rows', and a share of the columns'."""
+        return 2 * cute.size(acc.shape, mode=[1]) + self.cta_tile_shape_mnk[1] // _WARP
+
     @cute.jit
     def places(self, acc, coords):
-        """Of each row and column of the fragment, within the result, and of the first block."""
+        """Of each row of the fragment and of the lane's columns, within the result, and of the first block."""
         tile = self._noted.tile
-        x_scales, w_scales, starts = self._noted.operand.more
+        a_scales, b_scales, starts = self._noted.operand.more
         row, column = tile[0] * self.cta_tile_shape_mnk[0], tile[1] * self.cta_tile_shape_mnk[1]
-        last_row, last_column = x_scales.shape[1] - 1, w_scales.shape[1] - 1
-        count, parts = const_expr(cute.size(acc.shape, mode=[1])), const_expr(cute.size(acc.shape, mode=[2]))
-        groups = const_expr(cute.size(acc.shape[0][2]))
+        last_row, last_column = a_scales.shape[1] - 1, b_scales.shape[1] - 1
+        count, shares = const_expr(cute.size(acc.shape, mode=[1])), const_expr(self.cta_tile_shape_mnk[1] // _WARP)
         rows = cute.make_rmem_tensor((2, count), Int32)
-        columns = cute.make_rmem_tensor((2, groups, parts), Int32)
+        columns = cute.make_rmem_tensor((shares,), Int32)
         for m in cutlass.range_constexpr(count):
             for r in cutlass.range_constexpr(2):
                 rows[r, m] = cutlass.min(row + coords[(0, r, 0), m, 0][0], last_row)
-        for n in cutlass.range_constexpr(parts):
-            for j in cutlass.range_constexpr(groups):
-                for i in cutlass.range_constexpr(2):
-                    columns[i, j, n] = cutlass.min(column + coords[(i, 0, j), 0, n][1], last_column)
+        for share in cutlass.range_constexpr(shares):
+            columns[share] = cutlass.min(column + _WARP * share + cute.arch.lane_idx(), last_column)
         return rows, columns, starts[tile[3]] // BLOCK
 
     @cute.jit
-    def factors(self, acc, places, k_tile):
-        """Of each row, and of each column."""
-        x_scales, w_scales, _ = self._noted.operand.more
+    def load(self, found, acc, places, k_tile):
+        """Begin to load those of a tile of K."""
+        a_scales, b_scales, _ = self._noted.operand.more
         rows, columns, first = places
-        block = first + k_tile
+        block = cutlass.min(first + k_tile, a_scales.shape[0] - 1)  # an expert without tokens has none
+        count, shares = const_expr(cute.size(acc.shape, mode=[1])), const_expr(self.cta_tile_shape_mnk[1] // _WARP)
+        for m in cutlass.range_constexpr(count):
+            for r in cutlass.range_constexpr(2):
+                found[2 * m + r] = a_scales[block, rows[r, m]]
+        for share in cutlass.range_constexpr(shares):
+            found[2 * count + share] = b_scales[block, columns[share]]
+
+    @cute.jit
+    def factors(self, acc, now):
+        """Of each row, and of each column."""
         count, parts = const_expr(cute.size(acc.shape, mode=[1])), const_expr(cute.size(acc.shape, mode=[2]))
         groups = const_expr(cute.size(acc.shape[0][2]))
         by_row = cute.make_rmem_tensor((2, count), Float32)
         by_column = cute.make_rmem_tensor((2, groups, parts), Float32)
+        pair = 2 * (cute.arch.lane_idx() % 4)  # a thread has columns 8 j + pair and the next one, for each j
         for m in cutlass.range_constexpr(count):
             for r in cutlass.range_constexpr(2):
-                by_row[r, m] = x_scales[block, rows[r, m]]
+                by_row[r, m] = now[2 * m + r]
         for n in cutlass.range_constexpr(parts):
             for j in cutlass.range_constexpr(groups):
                 for i in cutlass.range_constexpr(2):
-                    by_column[i, j, n] = w_scales[block, columns[i, j, n]]
+                    column = const_expr(8 * (n * groups + j))
+                    share = now[2 * count + column // _WARP]
+                    by_column[i, j, n] = cute.arch.shuffle_sync(share, column % _WARP + pair + i)
         return by_row, by_column
 
 
-def _same(acc: Any) -> dict[str, Any]:
-    return {"D": acc}
+def _linear(acc: Any, bias: Any = None, scale: Any = None) -> dict[str, Any]:
+    if bias is None:
+        return {"D": acc}
+    return {"D": acc + bias if scale is None else acc + bias * scale}
+
+
+def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
+    square, slope = squared_relu(c, clamp, inverse)
+    return {"D": acc * scale * slope, "dscale": (square, acc)}
 
 
 _STARTS = _Argument("starts", Int32, 1)
-BlockGemm = make_kernel(
-    "BlockGemm",
-    _same,
-    ops=(_Argument("x_scales", Float32, 2), _Argument("w_scales", Float32, 3), _STARTS),
-    by_table=RowScales,
-    module=__name__,
-)
-BlockWgradGemm = make_kernel(
-    "BlockWgradGemm",
-    _same,
-    ops=(_Argument("x_scales", Float32, 2), _Argument("w_scales", Float32, 2), _STARTS),
-    by_table=BothScales,
-    mixins=(_PaddedColumns,),
-    module=__name__,
-)
+_BY_ROW = _Argument("a_scales", Float32, 2), _Argument("b_scales", Float32, 3), _STARTS
+WGRAD_ARGUMENTS = _Argument("a_scales", Float32, 2), _Argument("b_scales", Float32, 2), _STARTS
+_SCALE, _BIAS, _DSCALE = ColVecLoad("scale"), ExpertRow("bias"), ColVecReduce("dscale", scaled=True)
+_CLAMP = Scalar("clamp"), Scalar("inverse")
+_COLUMN, _ROW = ("scale", "col"), ("bias", "row")
+_NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
+
+
+def _make(name: str, *args: Any, **kwargs: Any) -> None:
+    globals()[name] = make_kernel(name, *args, **kwargs, module=__name__)
+
+
+_make("BlockGemm", _linear, ops=_BY_ROW, by_table=RowScales)
+_make("BlockBiasGemm", _linear, ops=(*_BY_ROW, _BIAS), operands=(_ROW,), by_table=RowScales)
+_make("BlockScaledBiasGemm", _linear, ops=(*_BY_ROW, _BIAS, _SCALE), operands=(_ROW, _COLUMN), by_table=RowScales)
+for _adds in (False, True):
+    _make(
+        f"{'Adding' if _adds else ''}BlockWgradGemm",
+        _linear,
+        ops=WGRAD_ARGUMENTS,
+        by_table=BothScales,
+        adds=_adds,
+        mixins=(PaddedColumns,),
+    )
+for _with_tanh in (False, True):
+    _make(
+        f"BlockD{'Tanh' if _with_tanh else ''}SReLUGemm",
+        _dact,
+        ops=(*_BY_ROW, _SCALE, *(_CLAMP if _with_tanh else ()), _DSCALE),
+        operands=(("c", "c"), _COLUMN, *(_NUMBERS if _with_tanh else ())),
+        sinks=("dscale",),
+        by_table=RowScales,
+    )
