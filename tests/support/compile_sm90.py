@@ -1,4 +1,4 @@
-"""Compiles every Hopper kernel on a machine without a GPU: ``python -m tests.support.compile_sm90 bf16|others|fp8``.
+"""Compiles every Hopper kernel on a machine without a GPU: ``python -m tests.support.compile_sm90 bf16|others|fp8|blocks``.
 
 QuACK traces and compiles for ``sm_90a`` with fake tensors; what needs a driver is replaced: the number of clusters that a
 card runs at once, which is no part of a kernel, and the launch.
@@ -18,11 +18,12 @@ import quack.gemm_runtime.host
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_offload.fused.kernels import fp8, sm90, sm90_compile, sm90_fp8, sm90_launch
+from te_offload.fused.kernels import blocks, fp8, sm90, sm90_blocks, sm90_compile, sm90_fp8, sm90_launch
+from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.interface import SquaredReLU
-from te_offload.ops.scaling import Scaling
+from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 
 EXPERTS, HIDDEN, FFN = 4, 512, 384
 FEW, USUAL, MANY = 512, 2048, 8192  # tokens, for which other tiles are taken
@@ -46,7 +47,7 @@ class Launches:
             compiled_wgrad=compile_only(sm90_compile.compiled_wgrad),
             compiled_rows=compile_only(sm90_compile.compiled_rows),
         )
-        for module in (sm90, sm90_fp8):
+        for module in (sm90, sm90_fp8, sm90_blocks):
             vars(module).update({"get_max_active_clusters": any_number, "sm90_compile": compiled})
         vars(sm90_launch)["run_gemm_epi_plan"] = self
         quack.gemm_runtime.host.get_max_active_clusters = any_number
@@ -122,6 +123,50 @@ def compile_fp8(activation: SquaredReLU, tokens: int) -> int:
     return launches.count
 
 
+def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
+    """The same of FP8 by blocks."""
+    launches = Launches()
+    scaling = BlockScaling(BlockFormat.FP8)
+    vars(fp8)["padded_offsets"] = launches_nothing
+    vars(blocks)["quantize"] = lambda x, *_, **__: (rows(x.shape[1]), None)
+    kernels = sm90_blocks.Sm90BlockKernels(activation)
+    offsets, router = empty(EXPERTS + 1, dtype=torch.int32), empty(tokens, dtype=torch.float32)
+
+    def floats(*size: int) -> torch.Tensor:
+        return empty(*(-(-one // blocks.BLOCK) for one in size[:-1]), size[-1], dtype=torch.float32)
+
+    def rows(columns: int) -> BlockNumbers:
+        numbers = empty(tokens, columns, dtype=torch.uint8)
+        return BlockNumbers((tokens, columns), scaling, numbers, floats(columns, tokens))
+
+    def turned(columns: int) -> BlockNumbers:
+        padded = fp8.padded_tokens(tokens, EXPERTS)
+        return BlockNumbers(
+            (tokens, columns), scaling, empty(columns, padded, dtype=torch.uint8), floats(padded, columns)
+        )
+
+    def weights(one: int, other: int) -> blocks.Weights:
+        parts = -(-one // blocks.BLOCK), -(-other // blocks.BLOCK)
+        numbers = empty(EXPERTS, one, other, dtype=torch.uint8)
+        return blocks.Weights(numbers, empty(EXPERTS, *parts, dtype=torch.float32))
+
+    of_fc1 = BlockWeights(weights(FFN, HIDDEN), weights(HIDDEN, FFN))
+    of_fc2 = BlockWeights(weights(HIDDEN, FFN), weights(FFN, HIDDEN))
+    act_input, hidden = kernels.fc1_blocks(
+        rows(HIDDEN), of_fc1, None, router, (offsets, offsets), torch.bfloat16, scaling
+    )
+    kernels.fc2_dgrad_blocks(rows(HIDDEN), of_fc2, act_input, router, offsets)
+    if activation.clamp is not None:
+        return launches.count
+    y, bias = empty(tokens, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, HIDDEN, dtype=torch.bfloat16)
+    for factors in (None, router):
+        kernels.linear_blocks(hidden, of_fc2.rows, y, offsets, bias=bias, bias_scales=factors)
+    for dtype, accumulate in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
+        out = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=dtype), empty(EXPERTS, dtype=torch.int32))
+        kernels.wgrad_blocks(turned(HIDDEN), turned(FFN), offsets, out, accumulate=accumulate)
+    return launches.count
+
+
 def launches_nothing(*_: object, **__: object) -> None:
     """In place of a kernel of Triton's."""
 
@@ -138,11 +183,12 @@ PARTS: dict[str, list[tuple[Any, ...]]] = {
 }
 
 FP8 = [(SquaredReLU(), USUAL), (SquaredReLU(clamp=2.0), USUAL)]
+QUANTIZED = {"fp8": compile_fp8, "blocks": compile_blocks}
 
 if __name__ == "__main__":
     with FakeTensorMode():
-        if sys.argv[1] == "fp8":
+        if sys.argv[1] in QUANTIZED:
             for activation, tokens in FP8:
-                print(activation, compile_fp8(activation, tokens), "launches")
+                print(activation, QUANTIZED[sys.argv[1]](activation, tokens), "launches")
         for part in PARTS.get(sys.argv[1], []):
             print(*part, compile_all(*part), "launches")

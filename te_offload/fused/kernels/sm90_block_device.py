@@ -28,7 +28,6 @@ from te_offload.fused.kernels.sm90_device import (
     ByExpert,
     ExpertRow,
     GradsByTable,
-    WeightsByTable,
     make_kernel,
     squared_relu,
 )
@@ -64,32 +63,28 @@ class _Work(WorkTileInfo):  # type: ignore[misc]
 
 
 class _Operand(ByExpert):
-    """B, with more tensors beside it."""
+    """B, with more tensors beside it, and without a table."""
 
-    def __init__(self, tensor: Any, table: Any, more: list[Any], noted: _Noted) -> None:
-        super().__init__(tensor, table)
+    def __init__(self, tensor: Any, more: list[Any], noted: _Noted) -> None:
+        super().__init__(tensor, None)
         self.more = more
         self._noted = noted
         if noted.in_kernel and noted.operand is None:
             noted.operand = self
 
+    def __getitem__(self, place: Any) -> Any:
+        return self._tensor[place]
+
     def __extract_mlir_values__(self) -> list[Any]:
-        return [value for one in (self._tensor, self._table, *self.more) for value in cutlass.extract_mlir_values(one)]
+        return [value for one in (self._tensor, *self.more) for value in cutlass.extract_mlir_values(one)]
 
     def __new_from_mlir_values__(self, values: list[Any]) -> _Operand:
         parts, begin = [], 0
-        for one in (self._tensor, self._table, *self.more):
+        for one in (self._tensor, *self.more):
             count = len(cutlass.extract_mlir_values(one))
             parts.append(cutlass.new_from_mlir_values(one, values[begin : begin + count]))
             begin += count
-        return type(self)(parts[0], parts[1], parts[2:], self._noted)
-
-
-class _Direct(_Operand):
-    """B of a weight gradient, which goes through no table."""
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._tensor[place]
+        return _Operand(parts[0], parts[1:], self._noted)
 
 
 class _Argument(EpiOp):  # type: ignore[misc]
@@ -129,6 +124,13 @@ class _Scaled:
         self._more = [getattr(epilogue_args, name) for name in ("a_scales", "b_scales", "starts")]
         super()._setup_attributes(epilogue_args)  # type: ignore[misc]
 
+    def make_tma_load_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """QuACK's."""
+        *first, operand = super().make_tma_load_atoms_and_tensors(*args, **kwargs)  # type: ignore[misc]
+        found = _Operand(operand, self._more, self._noted)
+        self._noted.in_kernel = True
+        return (*first, found)
+
     def get_scheduler_class(self, varlen_m: bool = False) -> Any:
         """QuACK's."""
         noted, base = self._noted, super().get_scheduler_class(varlen_m)  # type: ignore[misc]
@@ -164,26 +166,18 @@ class _Scaled:
         now = cute.make_rmem_tensor((self.count(acc),), Float32)
         self.load(ahead, acc, places, Int32(0))
         ab_release_state = ab_read_state.clone()
-        is_full = Boolean(True)
-        if k_tile_cnt > 0:
-            is_full = ab_pipeline.consumer_try_wait(ab_read_state)
         acc_slow.fill(0.0)
         for k_tile in cutlass.range(0, k_tile_cnt, unroll=1):
-            now.store(ahead.load())
-            self.load(ahead, acc, places, cutlass.min(k_tile + 1, k_tile_cnt - 1))
-            ab_pipeline.consumer_wait(ab_read_state, is_full)
+            ab_pipeline.consumer_wait(ab_read_state)
             mma_fn(A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=Boolean(True))
             ab_read_state.advance()
-            is_full = Boolean(True)
-            if k_tile + 1 < k_tile_cnt:
-                is_full = ab_pipeline.consumer_try_wait(ab_read_state)
+            now.store(ahead.load())  # after the tensor cores have begun: it waits for a load
+            self.load(ahead, acc, places, cutlass.min(k_tile + 1, k_tile_cnt - 1))
             factors = self.factors(acc, now)
             warpgroup.wait_group(0)
             ab_pipeline.consumer_release(ab_release_state)
             ab_release_state.advance()
             self.add(acc, acc_slow, factors)
-        if const_expr(self.pingpong):
-            self.pingpong_barrier_arrive(1 - warp_group_idx, stage="mma")
         acc.store(acc_slow.load())
         return ab_read_state
 
@@ -205,15 +199,8 @@ class _Scaled:
                                 acc_slow[at] = acc_slow[at] + acc[at] * (by_row[r, m] * by_column[i, j, n])
 
 
-class RowScales(_Scaled, WeightsByTable):
-    """A's are by row, B's one a tile."""
-
-    def make_tma_load_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """QuACK's."""
-        *first, weights = super().make_tma_load_atoms_and_tensors(*args, **kwargs)
-        found = _Operand(weights._tensor, weights._table, self._more, self._noted)
-        self._noted.in_kernel = True
-        return (*first, found)
+class RowScales(_Scaled):
+    """A's are by row, B's one a tile; experts' weights lie one behind the other."""
 
     def count(self, acc: Any) -> Any:
         """Scales of a thread for a tile of K: its rows', and the weight's."""
@@ -258,13 +245,6 @@ class RowScales(_Scaled, WeightsByTable):
 class BothScales(_Scaled, GradsByTable):
     """A's are by row, B's by column. A warp's lanes load a column each and ask each other for theirs."""
 
-    def make_tma_load_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """QuACK's."""
-        *first, operand = super().make_tma_load_atoms_and_tensors(*args, **kwargs)
-        found = _Direct(operand, self._table, self._more, self._noted)
-        self._noted.in_kernel = True
-        return (*first, found)
-
     def count(self, acc: Any) -> Any:
         """Scales of a thread for a tile of K: its rows', and a share of the columns'."""
         return 2 * cute.size(acc.shape, mode=[1]) + self.cta_tile_shape_mnk[1] // _WARP
@@ -301,12 +281,12 @@ class BothScales(_Scaled, GradsByTable):
 
     @cute.jit
     def factors(self, acc, now):
-        """Of each row, and of each column."""
+        """Of each row, and of each column, from the lane that has it."""
         count, parts = const_expr(cute.size(acc.shape, mode=[1])), const_expr(cute.size(acc.shape, mode=[2]))
         groups = const_expr(cute.size(acc.shape[0][2]))
         by_row = cute.make_rmem_tensor((2, count), Float32)
         by_column = cute.make_rmem_tensor((2, groups, parts), Float32)
-        pair = 2 * (cute.arch.lane_idx() % 4)  # a thread has columns 8 j + pair and the next one, for each j
+        pair = 2 * (cute.arch.lane_idx() % 4)  # a thread has two neighbours of each group of 8 columns
         for m in cutlass.range_constexpr(count):
             for r in cutlass.range_constexpr(2):
                 by_row[r, m] = now[2 * m + r]
@@ -343,9 +323,16 @@ def _make(name: str, *args: Any, **kwargs: Any) -> None:
     globals()[name] = make_kernel(name, *args, **kwargs, module=__name__)
 
 
-_make("BlockGemm", _linear, ops=_BY_ROW, by_table=RowScales)
-_make("BlockBiasGemm", _linear, ops=(*_BY_ROW, _BIAS), operands=(_ROW,), by_table=RowScales)
-_make("BlockScaledBiasGemm", _linear, ops=(*_BY_ROW, _BIAS, _SCALE), operands=(_ROW, _COLUMN), by_table=RowScales)
+_make("BlockGemm", _linear, ops=_BY_ROW, by_table=RowScales, table=False)
+_make("BlockBiasGemm", _linear, ops=(*_BY_ROW, _BIAS), operands=(_ROW,), by_table=RowScales, table=False)
+_make(
+    "BlockScaledBiasGemm",
+    _linear,
+    ops=(*_BY_ROW, _BIAS, _SCALE),
+    operands=(_ROW, _COLUMN),
+    by_table=RowScales,
+    table=False,
+)
 for _adds in (False, True):
     _make(
         f"{'Adding' if _adds else ''}BlockWgradGemm",
@@ -363,4 +350,5 @@ for _with_tanh in (False, True):
         operands=(("c", "c"), _COLUMN, *(_NUMBERS if _with_tanh else ())),
         sinks=("dscale",),
         by_table=RowScales,
+        table=False,
     )

@@ -1,10 +1,10 @@
-"""The fused grouped MLP in FP8 by blocks on Hopper: the kernels of `block_device`.
+"""The fused grouped MLP in FP8 by blocks on Hopper: compiles, caches and launches the kernels of `sm90_block_device`.
 
 In: bf16 or fp16 tensors, offsets of experts on the GPU. Out: as in `block_interface.BlockKernels`. Keeps true: no split
-size reaches the host; numbers and scales are Transformer Engine's; two runs give the same bits. Does not: know of other
-formats. Needs triton, and quack-kernels for what is not FP8.
+size reaches the host; numbers and scales are Transformer Engine's; two runs give the same bits. Does not: quantize, or know
+of other formats. Needs quack-kernels, and triton.
 
-FC1's epilogue sees all of a block, so it quantizes FC2's input too.
+FC1's epilogue sees a block's columns one part after the other, so FC2's input is quantized from what it has stored.
 """
 
 from __future__ import annotations
@@ -12,14 +12,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from quack.cute_dsl_utils import get_max_active_clusters
+from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
-from te_offload.fused.kernels import blocks, fp8
+from te_offload.fused.kernels import blocks, fp8, sm90_block_device, sm90_compile, sm90_device
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts
+from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90 import Sm90Kernels
+from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Tile
 from te_offload.ops.scaling import BlockScaling
 
 _E4M3 = torch.float8_e4m3fn
+# A block wide, by what the kernels assume. Clusters measured on an H200 at 64 experts (docs/results/).
+_BY_ROW, _WGRAD = Tile(128, 128), Tile(128, 128, 1, 2)
 
 
 class Sm90BlockKernels(Sm90Kernels):
@@ -75,12 +81,13 @@ class Sm90BlockKernels(Sm90Kernels):
         scaling: BlockScaling,
     ) -> tuple[torch.Tensor, BlockNumbers]:
         """See `BlockKernels.fc1_blocks`."""
-        act_input, rows = blocks.fc1(x, weights.rows, bias, router, offsets[0], dtype, scaling, self._activation)
+        shape, device = (x.shape[0], weights.rows.numbers.shape[1]), x.numbers.device
+        act_input = torch.empty(shape, dtype=dtype, device=device)
+        self.linear_blocks(x, weights.rows, act_input, offsets[0], bias=bias)
         if offsets[1] is not offsets[0]:  # FC2 may read rows that FC1 did not write
             self.clear(offsets[0], act_input)
-            found, _ = blocks.quantize(act_input, offsets[1], scaling, activation=(self._activation, router))
-            assert found is not None
-            rows = found
+        rows, _ = blocks.quantize(act_input, offsets[1], scaling, activation=(self._activation, router))
+        assert rows is not None
         return act_input, rows
 
     def linear_blocks(
@@ -94,7 +101,12 @@ class Sm90BlockKernels(Sm90Kernels):
         bias_scales: torch.Tensor | None = None,
     ) -> None:
         """See `BlockKernels.linear_blocks`."""
-        blocks.linear(x, weights, out, offsets, bias=bias, bias_scales=bias_scales)
+        name, values = "BlockGemm", {}
+        if bias is not None:
+            name, values = "BlockBiasGemm", {"bias": bias}
+            if bias_scales is not None:
+                name, values = "BlockScaledBiasGemm", {"bias": bias, "scale": bias_scales}
+        self._multiply(name, x, weights, out, None, values, offsets)
 
     def fc2_dgrad_blocks(
         self,
@@ -105,7 +117,13 @@ class Sm90BlockKernels(Sm90Kernels):
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `BlockKernels.fc2_dgrad_blocks`."""
-        dact_input, parts = blocks.fc2_dgrad(dy, weights.columns, act_input, router, offsets, self._activation)
+        dact_input = torch.empty_like(act_input)
+        parts = torch.empty(
+            act_input.shape[0], _BY_ROW.parts(act_input.shape[1]), dtype=torch.float32, device=act_input.device
+        )
+        tanh = "" if self._activation.clamp is None else "Tanh"
+        values = {"scale": router, "dscale": parts, **self._numbers()}
+        self._multiply(f"BlockD{tanh}SReLUGemm", dy, weights.columns, dact_input, act_input, values, offsets)
         dscales = torch.empty(act_input.shape[0], dtype=torch.float32, device=act_input.device)
         if act_input.shape[0]:
             self._rows("sums", torch.float32)(parts, offsets, dscales)
@@ -115,4 +133,40 @@ class Sm90BlockKernels(Sm90Kernels):
         self, dy: BlockNumbers, x: BlockNumbers, offsets: torch.Tensor, out: Experts, *, accumulate: bool
     ) -> None:
         """See `BlockKernels.wgrad_blocks`."""
-        blocks.wgrad(dy, x, offsets, out, accumulate=accumulate)
+        kernel = getattr(sm90_block_device, f"{'Adding' if accumulate else ''}BlockWgradGemm")
+        key = kernel, out.view.dtype
+        found = self._functions.get(key)
+        if found is None:
+            cluster = _WGRAD.cluster_rows, _WGRAD.cluster_columns
+            with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
+                function = sm90_compile.compiled_wgrad(
+                    kernel.__name__,
+                    (_E4M3, _E4M3),
+                    out.view.dtype,
+                    (_WGRAD.rows, _WGRAD.columns),
+                    cluster,
+                    _WGRAD.pingpong,
+                )
+            clusters = get_max_active_clusters(cluster[0] * cluster[1])
+            found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)
+        function, schedule = found
+        padded = fp8.padded_offsets(offsets)
+        places = {sm90_device.TABLE: out.table, "starts": padded}
+        values = kernel.EpilogueArguments(**places, a_scales=dy.scales, b_scales=x.scales)
+        one, other = dy.numbers.view(_E4M3), x.numbers.view(_E4M3)
+        function(one, other, out.view, None, values, schedule, make_varlen_args(None, padded, None), None, None)
+
+    def _multiply(
+        self,
+        name: str,
+        x: BlockNumbers,
+        weights: blocks.Weights,
+        out: torch.Tensor,
+        c: torch.Tensor | None,
+        values: dict[str, Any],
+        offsets: torch.Tensor,
+    ) -> None:
+        numbers = weights.numbers.view(_E4M3)
+        values = values | {"a_scales": x.scales, "b_scales": weights.inverses, "starts": offsets}
+        kernel = getattr(sm90_block_device, name)
+        self._launch(kernel, _BY_ROW, x.numbers.view(_E4M3).view(x.shape), numbers, out, c, values, offsets)

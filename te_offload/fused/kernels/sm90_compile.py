@@ -25,7 +25,7 @@ from quack.gemm_tvm_ffi_utils import (
     make_fake_varlen_args,
 )
 
-from te_offload.fused.kernels import rows_device, sm90_device, sm90_fp8_device
+from te_offload.fused.kernels import rows_device, sm90_block_device, sm90_device, sm90_fp8_device
 
 CAPABILITY = (9, 0)
 
@@ -33,7 +33,7 @@ CAPABILITY = (9, 0)
 @functools.cache
 def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
-    modules = sm90_device, sm90_fp8_device, rows_device, sys.modules[__name__]
+    modules = sm90_device, sm90_fp8_device, sm90_block_device, rows_device, sys.modules[__name__]
     sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
 
@@ -46,7 +46,7 @@ def compiled_wgrad(
     cluster: tuple[int, int],
     pingpong: bool,
 ) -> Any:
-    """The wgrad kernel ``name`` of `sm90_device`, or of `sm90_fp8_device` for operands of 8 bits.
+    """The wgrad kernel ``name`` of `sm90_device`, or of `sm90_fp8_device` or `sm90_block_device` for operands of 8 bits.
 
     Args:
         dtypes: of A and B.
@@ -65,13 +65,17 @@ def _compile_expert_wgrad(
     name: str, a_dtype: Any, b_dtype: Any, out_dtype: Any, tile: Any, cluster: Any, pingpong: bool, _source: str
 ) -> Any:
     is_fp8 = a_dtype.width == 8
-    kernel = getattr(sm90_fp8_device if is_fp8 else sm90_device, name)
+    by_block = hasattr(sm90_block_device, name)
+    module: Any = sm90_block_device if by_block else sm90_fp8_device if is_fp8 else sm90_device
+    kernel = getattr(module, name)
     majors = ("k", "k") if is_fp8 else ("m", "n")
     a, b, d, c, _, columns, k, experts = make_fake_gemm_tensors(
         a_dtype, b_dtype, out_dtype, None, *majors, "n", None, varlen_k=True
     )
     values = {sm90_device.TABLE: make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)}
-    if is_fp8:
+    if by_block:
+        values |= {argument.name: argument.fake() for argument in sm90_block_device.WGRAD_ARGUMENTS}
+    elif is_fp8:
         values["factor"] = make_fake_tensor(Float32, (cute.sym_int(), columns), leading_dim=1, divisibility=4)
     return compile_gemm_kernel(
         kernel,
