@@ -44,7 +44,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def mlp(**options: Any) -> te.ops.Sequential:
     torch.manual_seed(0)
-    return make_mlp(experts=4, hidden=HIDDEN, ffn=FFN, device="cuda", dtype=torch.bfloat16, **options)
+    return make_mlp(experts=4, hidden=HIDDEN, ffn=FFN, device="cuda", **({"dtype": torch.bfloat16} | options))
 
 
 def step(module: te.ops.Sequential, recipe: str, seed: int = 1, splits: Any = SPLITS) -> dict[str, torch.Tensor]:
@@ -53,20 +53,21 @@ def step(module: te.ops.Sequential, recipe: str, seed: int = 1, splits: Any = SP
 
 
 @EVERY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ["srelu", "tanh-srelu"])
 def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, activation: str
+    monkeypatch: pytest.MonkeyPatch, recipe: str, activation: str, dtype: torch.dtype
 ) -> None:
-    dy = seeded((TOKENS, HIDDEN), 9, dtype=torch.bfloat16)
+    dy = seeded((TOKENS, HIDDEN), 9, dtype=dtype)
     found = []
     for switch in ("1", "0"):
         monkeypatch.setenv(hopper.SWITCH, switch)
         monkeypatch.setattr(te_grouped_linear, "is_op_fuser_grouped_tensor_path_supported", lambda recipe, dtype: False)
         FP8GlobalStateManager.reset()
-        module = mlp(activation=activation)
+        module = mlp(activation=activation, dtype=dtype)
         for _ in range(4):  # until delayed scaling has scales
             module.zero_grad()
-            x, sizes, scales = make_inputs(SPLITS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+            x, sizes, scales = make_inputs(SPLITS, HIDDEN, device="cuda", dtype=dtype)
             with te.autocast(enabled=True, recipe=RECIPES[recipe]):
                 y = module(x, sizes, scales, sizes)
             y.backward(dy.cuda())
@@ -75,7 +76,7 @@ def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
         found.append(of_whole_ops({name: tensor for name, tensor in results.items() if tensor is not None}))
         if switch == "1":
             assert_all_fused(module)
-    exact = of_whole_ops(fp64_run(mlp(activation=activation), SPLITS, activation, dy))
+    exact = of_whole_ops(fp64_run(mlp(activation=activation, dtype=dtype), SPLITS, activation, dy))
     for name, expected in exact.items():
         (rms, most), (their_rms, their_most) = (errors(one[name], expected) for one in found)
         assert rms <= 1.05 * their_rms and most <= 1.5 * their_most, (name, rms / their_rms, most / their_most)

@@ -81,9 +81,8 @@ def check(scaling: BlockScaling, activation: SquaredReLU) -> None:
         same_rows(rows, by_row, what)
         same_columns(saved, by_column, what, turned=False)
         same_columns(turned, by_column, what, turned=True)
-    rows, saved = blocks.quantize(x, OFFSETS, scaling, columns=blocks.SAVED)
-    by_row, by_column = reference.block_rows(x, OFFSETS, scaling, by_column=True)
-    assert rows is not None and saved is not None and by_column is not None
+    _, saved = blocks.quantize(x, OFFSETS, scaling, columns=blocks.SAVED)
+    assert saved is not None
 
     table = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
     packed = seeded((EXPERTS, FFN, HIDDEN), 1, dtype=torch.bfloat16)
@@ -96,9 +95,9 @@ def check(scaling: BlockScaling, activation: SquaredReLU) -> None:
 
     act_input = seeded((TOKENS, FFN), 4, dtype=torch.bfloat16)
     router = torch.rand(TOKENS, generator=torch.Generator().manual_seed(3))
-    activated = {"activation": (activation, router)}
-    hidden, _ = blocks.quantize(act_input, OFFSETS, scaling, **activated)  # type: ignore[arg-type]
-    _, rebuilt = blocks.quantize(act_input, OFFSETS, scaling, by_row=False, columns=blocks.TURNED, **activated)  # type: ignore[arg-type]
+    after = activation, router
+    hidden, _ = blocks.quantize(act_input, OFFSETS, scaling, activation=after)
+    _, rebuilt = blocks.quantize(act_input, OFFSETS, scaling, activation=after, by_row=False, columns=blocks.TURNED)
     assert hidden is not None and rebuilt is not None
     if activation.clamp is None:  # torch's tanh is another one
         by_torch, _ = reference.block_rows(
@@ -107,14 +106,14 @@ def check(scaling: BlockScaling, activation: SquaredReLU) -> None:
         same_rows(hidden, by_torch, (what, "activation"))
         same_columns(rebuilt, reference.rebuild_blocks(act_input, router, OFFSETS, scaling), what, turned=True)
 
-    turned = fp8.turn(saved.numbers.view(torch.float8_e4m3fn), OFFSETS)
+    later = fp8.turn(saved.numbers.view(torch.float8_e4m3fn), OFFSETS)
     _, at_once = blocks.quantize(x, OFFSETS, scaling, by_row=False, columns=blocks.TURNED)
     assert at_once is not None
     place = 0
     for part in PARTS:
         size = part.stop - part.start
         same(
-            turned.view(torch.uint8)[:, place : place + size],
+            later.view(torch.uint8)[:, place : place + size],
             at_once.numbers[:, place : place + size],
             (what, "turned"),
         )

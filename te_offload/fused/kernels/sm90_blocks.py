@@ -53,7 +53,7 @@ class Sm90BlockKernels(Sm90Kernels):
     def turn_blocks(self, saved: BlockNumbers, offsets: torch.Tensor) -> BlockNumbers:
         """See `BlockKernels.turn_blocks`."""
         turned = fp8.turn(saved.numbers.view(_E4M3).view(saved.shape), offsets)
-        return BlockNumbers(saved.shape, saved.scaling, turned, saved.scales)
+        return BlockNumbers(saved.shape, saved.scaling, turned, saved.scales.view(-1, saved.shape[1]))
 
     def rebuild_blocks(
         self, act_input: torch.Tensor, router: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling
