@@ -80,7 +80,7 @@ def test_compiled_training_gives_the_bits_of_the_same_trace_without_graphs(backe
 
 
 def test_preflight_tells_a_launch_bound_function_from_a_busy_one() -> None:
-    small, large = torch.ones(64, 64, device="cuda"), torch.ones(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    small, large = torch.ones(64, 64, device="cuda"), torch.ones(16384, 16384, device="cuda", dtype=torch.bfloat16)
 
     def many(x: torch.Tensor) -> torch.Tensor:
         for _ in range(100):
