@@ -57,10 +57,12 @@ def scaling_of(way: Way, op: Any, *, reference: bool) -> LinearScaling | LinearB
         return None
     if not isinstance(way, BlockFormat):
         return fp8_pass.scaling_of(op)
-    reason = (
-        None if reference else block_pass.format_reason(way)
-    )  # the recipe may be another one than when it was fused
-    return reason or te_adapter.block_scaling(op)
+    if not reference and (reason := block_pass.format_reason(way)):
+        return reason  # the recipe may be another one than when it was fused
+    found = te_adapter.block_scaling(op)
+    if isinstance(found, LinearBlockScaling) and found.input.format is not way:
+        return f"quantizers of {found.input.format.value} under a recipe of {way.value}"
+    return found
 
 
 def make_pass(

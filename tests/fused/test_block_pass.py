@@ -240,6 +240,25 @@ def test_a_recipe_that_comes_after_the_window_was_fused_is_looked_at_in_each_cal
     assert on_hopper == found if recipe == "fp8-block" else "Hopper has no tensor cores for" in str(on_hopper)
 
 
+@pytest.mark.parametrize("other", ["mxfp8", "nvfp4", "current"])
+@pytest.mark.parametrize("place", [0, 2], ids=["FC1", "FC2"])
+def test_linears_whose_quantizers_are_of_two_recipes_run_op_by_op_with_the_reason(place: int, other: str) -> None:
+    module, others = mlp(), mlp()
+    step(module, "fp8-block")
+    recipe = te_recipe.Float8CurrentScaling() if other == "current" else RECIPES[other]
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=recipe):
+        others(x, sizes, scales, sizes)
+    module[place]._quantizers = others[place]._quantizers
+    op = next(op for op, _ in module._module_groups[0]._forward_ops)
+    assert isinstance(op, HopperGroupedMLP)
+    with te.autocast(enabled=True, recipe=RECIPES["fp8-block"]):
+        support = op.support([OperationContext() for _ in range(3)], x, [(sizes,), (scales,), (sizes,)])
+    assert not support.ok
+    expected = "Float8CurrentScalingQuantizer" if other == "current" else "under a recipe of FP8 by blocks"
+    assert "quantizers of" in str(support.reason) and expected in str(support.reason)
+
+
 @pytest.mark.parametrize("asked", [False, True], ids=["not asked", "asked"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["split path", "grouped path"])
 def test_fp8_by_blocks_is_left_to_a_grouped_path_that_is_quicker_unless_asked(
