@@ -204,6 +204,7 @@ class RowScales(_Scaled):
 
     def count(self, acc: Any) -> Any:
         """Scales of a thread for a tile of K: its rows', and the weight's."""
+        assert self.cta_tile_shape_mnk[1:] == (BLOCK, BLOCK) and not self.pingpong, "a tile is a block"
         return 2 * cute.size(acc.shape, mode=[1]) + 1
 
     @cute.jit
@@ -247,6 +248,8 @@ class BothScales(_Scaled, GradsByTable):
 
     def count(self, acc: Any) -> Any:
         """Scales of a thread for a tile of K: its rows', and a share of the columns'."""
+        assert self.cta_tile_shape_mnk[2] == BLOCK and not self.pingpong, "K of a tile is a block's"
+        assert self.cta_tile_shape_mnk[1] % _WARP == 0, "a warp's lanes share the columns"
         return 2 * cute.size(acc.shape, mode=[1]) + self.cta_tile_shape_mnk[1] // _WARP
 
     @cute.jit

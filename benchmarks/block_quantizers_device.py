@@ -1,0 +1,390 @@
+"""Candidates in CuTe DSL for the quantizers of `te_offload.fused.kernels.block_device`: the same numbers and layouts.
+
+In: nothing when imported. Out: kernel classes, which `benchmarks.block_quantizers` compiles and launches. Keeps true: what
+`block_device` keeps; a tile of 128 x 128 numbers stays packed in registers and is read once. Does not: launch.
+
+Matrices of 16-bit numbers come as int32 words of two, those of bytes as words of four. Thread t of 256 has the columns
+8 (t % 16) to 8 (t % 16) + 7 of rows 4 (t / 16) to 4 (t / 16) + 3, and of the rows 64 after them. Bytes are turned four by
+four in registers, and then through shared memory, where the words of a column are shifted by two for each eighth column, so
+that neither writes nor reads meet in a bank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
+
+BLOCK, THREADS, WARPS = 128, 256, 8
+NOT, SAVED, TURNED = range(3)
+_ABS = 0x7FFF7FFF
+
+
+def _asm(kind: Any, text: str, constraints: str, *values: Any) -> Any:
+    found = llvm.inline_asm(
+        kind,
+        [value.ir_value() for value in values],
+        text,
+        constraints,
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Float32(found) if kind == T.f32() else Int32(found)
+
+
+def _bytes(one: Any, other: Any, selector: int) -> Any:
+    """Four of eight bytes."""
+    return _asm(T.i32(), f"prmt.b32 $0, $1, $2, {selector};", "=r,r,r", one, other)
+
+
+def _divide(one: Any, other: Any) -> Any:
+    return _asm(T.f32(), "div.rn.f32 $0, $1, $2;", "=f,f,f", one, other)
+
+
+def _float(bits: Any) -> Any:
+    return _asm(T.f32(), "mov.b32 $0, $1;", "=f,r", bits)
+
+
+def _bits(value: Any) -> Any:
+    return _asm(T.i32(), "mov.b32 $0, $1;", "=r,f", value)
+
+
+def _four(a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Four numbers in E4M3, the first one lowest."""
+    text = (
+        "{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, $2, $1; cvt.rn.satfinite.e4m3x2.f32 y, $4, $3; "
+        "mov.b32 $0, {x, y};}"
+    )
+    return _asm(T.i32(), text, "=r,f,f,f,f", a, b, c, d)
+
+
+class _Tile:
+    """What both quantizers share.
+
+    Args:
+        half: whether numbers are fp16; else bf16. power_of_two: whether scales are.
+        resident: tiles that an SM is to work on at a time: 4 leave a thread 64 registers, which are enough.
+    """
+
+    def __init__(self, *, half: bool, power_of_two: bool, resident: int = 4) -> None:
+        self.half = half
+        self.power_of_two = power_of_two
+        self.resident = resident
+
+    def larger(self, one: Any, other: Any) -> Any:
+        """Of two words of magnitudes, number by number; NaN is none."""
+        kind = "f16x2" if self.half else "bf16x2"
+        return _asm(T.i32(), f"max.{kind} $0, $1, $2;", "=r,r,r", one, other)
+
+    def wide(self, word: Any, *, again: bool = False) -> tuple[Any, Any]:
+        """Both numbers of a word in float32. ``again``: made anew, where a compiler would keep them in more registers."""
+        if self.half:
+            text = "{.reg .b16 x, y; mov.b32 {x, y}, $1; cvt.f32.f16 $0, "
+            low, high = (f"{text}{name};}}" for name in "xy")
+        else:
+            low, high = "shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xffff0000;"
+        more = "// again" if again else ""
+        return _asm(T.f32(), low + more, "=f,r", word), _asm(T.f32(), high + more, "=f,r", word)
+
+    def narrow(self, low: Any, high: Any) -> Any:
+        """A word of two numbers, rounded."""
+        kind = "f16x2" if self.half else "bf16x2"
+        return _asm(T.i32(), f"cvt.rn.{kind}.f32 $0, $2, $1;", "=r,f,f", low, high)
+
+    @cute.jit
+    def scale_of(self, bits, epsilon, most):
+        """The scale of the magnitude whose bits are the low 16, and one over it."""
+        magnitude = cute.arch.fmax(self.wide(bits & 0xFFFF)[0], epsilon)
+        infinite = _float(Int32(0x7F800000))
+        scale = _divide(Float32(448.0), magnitude)
+        if scale == infinite:
+            scale = most
+        if (magnitude == 0.0) | (magnitude == infinite):
+            scale = Float32(1.0)
+        if const_expr(self.power_of_two):
+            scale = _float(_bits(scale) & 0x7F800000)
+        return scale, _divide(Float32(1.0), scale)
+
+    @cute.jit
+    def turn(self, turned, numbers, group, rows):
+        """Write 8 columns of 4 rows, twice, into shared memory (128, 32): ``numbers`` (2 words, 4 rows, 2 halves)."""
+        for half in cutlass.range_constexpr(2):
+            place = (16 * half + rows + 2 * group) % 32
+            for word in cutlass.range_constexpr(2):
+                one, two, three, four = [numbers[word, row, half] for row in range(4)]
+                column = 8 * group + 4 * word
+                low, other = _bytes(one, two, 0x5140), _bytes(three, four, 0x5140)
+                turned[column, place] = _bytes(low, other, 0x5410)
+                turned[column + 1, place] = _bytes(low, other, 0x7632)
+                low, other = _bytes(one, two, 0x7362), _bytes(three, four, 0x7362)
+                turned[column + 2, place] = _bytes(low, other, 0x5410)
+                turned[column + 3, place] = _bytes(low, other, 0x7632)
+
+    @cute.jit
+    def write_turned(self, turned, out, thread, first_column, last_column, first_word, last_word):
+        """Rows of 128 bytes to ``out``, 16 a thread: columns up to one, words up to one."""
+        words = cute.make_rmem_tensor((4,), Int32)
+        place = 4 * (thread % 8)
+        for step in cutlass.range_constexpr(4):
+            column = thread // 8 + 32 * step
+            for pair in cutlass.range_constexpr(2):
+                at = (place + 2 * pair + 2 * (column // 8)) % 32
+                words[2 * pair] = turned[column, at]
+                words[2 * pair + 1] = turned[column, at + 1]
+            if (first_column + column < last_column) & (first_word + place < last_word):
+                to = cute.local_tile(out[first_column + column, None], (4,), ((first_word + place) // 4,))
+                cute.autovec_copy(words, to)
+
+
+class RowQuantizer(_Tile):
+    """FP8 of rows (T, C), in either direction or both.
+
+    Args:
+        by_row: whether rows are written. columns: `NOT`, `SAVED` or `TURNED`. activated: numbers are the squared ReLU of x,
+            times the router's scale. others: of `_Tile`.
+    """
+
+    def __init__(self, *, by_row: bool, columns: int, activated: bool, **others: Any) -> None:
+        super().__init__(**others)
+        self.by_row = by_row
+        self.columns = columns
+        self.activated = activated
+
+    @cute.jit
+    def __call__(
+        self, x, router, offsets, padded, rows, row_scales, columns, column_scales, epsilon, most, stream: cuda.CUstream
+    ):
+        """Launch. x (T, C / 2) words; offsets, padded (N + 1,); rows (T, C / 4), row_scales (C / 128, T); columns as
+        `SAVED` (T, C / 4) or `TURNED` (C, P / 4), column_scales (P / 128, C).
+        """
+        grid = [x.shape[0] // BLOCK + offsets.shape[0] - 1, cute.ceil_div(x.shape[1], BLOCK // 2), 1]
+        self.kernel(x, router, offsets, padded, rows, row_scales, columns, column_scales, epsilon, most).launch(
+            grid=grid, block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=self.resident, preferred_smem_carveout=50
+        )
+
+    @cute.kernel
+    def kernel(self, x, router, offsets, padded, rows, row_scales, columns, column_scales, epsilon, most):
+        """A block of threads for each tile."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, part, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        experts = Int32(offsets.shape[0]) - 1
+        token = block * BLOCK
+        expert = Int32(0)
+        for begin in cutlass.range(0, experts, 32):
+            passed = Boolean(False)
+            if begin + lane < experts:
+                passed = padded[begin + lane + 1] <= token
+            expert += cute.arch.popc(cute.arch.vote_ballot_sync(passed))
+        if expert < experts:
+            first = offsets[expert] + token - padded[expert]
+            self.tile(
+                x, router, rows, row_scales, columns, column_scales, epsilon, most, thread, lane, block, part, first,
+                offsets[expert + 1],
+            )  # fmt: skip
+
+    @cute.jit
+    def tile(
+        self, x, router, rows, row_scales, columns, column_scales, epsilon, most, thread, lane, block, part, first, end
+    ):
+        """One tile: rows from ``first`` on, up to ``end``."""
+        group, four = thread % 16, thread // 16
+        place = part * 16 + group  # among groups of 8 columns
+        there = 4 * place < x.shape[1]
+        value = cute.make_rmem_tensor((4, 4, 2), Int32)
+        value.fill(0)
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                row = first + 64 * half + 4 * four + i
+                if (row < end) & there:
+                    cute.autovec_copy(cute.local_tile(x[row, None], (4,), (place,)), value[None, i, half])
+        if const_expr(self.activated):
+            for half in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(4):
+                    factor = Float32(0.0)
+                    row = first + 64 * half + 4 * four + i
+                    if row < end:
+                        factor = router[row]
+                    for word in cutlass.range_constexpr(4):
+                        low, high = [cute.arch.fmax(one, Float32(0.0)) for one in self.wide(value[word, i, half])]
+                        value[word, i, half] = self.narrow(low * low * factor, high * high * factor)
+        numbers = cute.make_rmem_tensor((2, 4, 2), Int32)
+        if const_expr(self.by_row):
+            scale, inverse = self.row_scale(value, group, epsilon, most)
+            row = first + 64 * ((group % 8) // 4) + 4 * four + group % 4
+            if (group < 8) & (row < end):
+                row_scales[part, row] = inverse
+            for half in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(4):
+                    mine = cute.arch.shuffle_sync(scale, lane // 16 * 16 + 4 * half + i)
+                    for word in cutlass.range_constexpr(2):
+                        low, high = self.wide(value[2 * word, i, half]), self.wide(value[2 * word + 1, i, half])
+                        numbers[word, i, half] = _four(low[0] * mine, low[1] * mine, high[0] * mine, high[1] * mine)
+            self.write(rows, numbers, first, end, four, place, there)
+        if const_expr(self.columns != NOT):
+            scales = self.column_scale(value, thread, lane, group, block, part, column_scales, epsilon, most)
+            for half in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(4):
+                    for word in cutlass.range_constexpr(2):
+                        low, high = [self.wide(value[2 * word + one, i, half], again=True) for one in range(2)]
+                        one, two, three, last = [scales[4 * word + column] for column in range(4)]
+                        numbers[word, i, half] = _four(low[0] * one, low[1] * two, high[0] * three, high[1] * last)
+            if const_expr(self.columns == SAVED):
+                self.write(columns, numbers, first, end, four, place, there)
+            else:
+                turned = cute.arch.alloc_smem(Int32, BLOCK * 32, alignment=16)
+                shared = cute.make_tensor(turned, cute.make_layout((BLOCK, 32), stride=(32, 1)))
+                self.turn(shared, numbers, group, four)
+                cute.arch.sync_threads()
+                self.write_turned(
+                    shared, columns, thread, part * BLOCK, columns.shape[0], block * 32, Int32(columns.shape[1])
+                )
+
+    @cute.jit
+    def row_scale(self, value, group, epsilon, most):
+        """Of the row that this lane looks after: the ``group % 8``-th of the 8 that it has with 15 others."""
+        packed = cute.make_rmem_tensor((4,), Int32)
+        for half in cutlass.range_constexpr(2):
+            for pair in cutlass.range_constexpr(2):
+                both = cute.make_rmem_tensor((2,), Int32)
+                for one in cutlass.range_constexpr(2):
+                    largest = value[0, 2 * pair + one, half] & _ABS
+                    largest = self.larger(largest, Int32(0))
+                    for word in cutlass.range_constexpr(1, 4):
+                        largest = self.larger(largest, value[word, 2 * pair + one, half] & _ABS)
+                    both[one] = self.larger(largest, _bytes(largest, largest, 0x1032))
+                packed[2 * half + pair] = _bytes(both[0], both[1], 0x5410)
+        for power in cutlass.range_constexpr(4):
+            for index in cutlass.range_constexpr(4):
+                packed[index] = self.larger(packed[index], cute.arch.shuffle_sync_bfly(packed[index], 1 << power))
+        mine = packed[0]
+        for index in cutlass.range_constexpr(1, 4):
+            if (group % 8) // 2 == index:
+                mine = packed[index]
+        if group % 2 == 1:
+            mine = _bytes(mine, mine, 0x3232)
+        return self.scale_of(mine, epsilon, most)
+
+    @cute.jit
+    def column_scale(self, value, thread, lane, group, block, part, column_scales, epsilon, most):
+        """Of the 8 columns of this thread."""
+        maxima = cute.make_tensor(
+            cute.arch.alloc_smem(Int32, WARPS * 64, alignment=16), cute.make_layout((WARPS, 64), stride=(64, 1))
+        )
+        scales = cute.make_tensor(cute.arch.alloc_smem(Float32, BLOCK, alignment=16), cute.make_layout((BLOCK,)))
+        for word in cutlass.range_constexpr(4):
+            largest = Int32(0)
+            for half in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(4):
+                    largest = self.larger(largest, value[word, i, half] & _ABS)
+            largest = self.larger(largest, cute.arch.shuffle_sync_bfly(largest, 16))
+            if lane < 16:
+                maxima[thread // 32, 4 * group + word] = largest
+        cute.arch.sync_threads()
+        if thread < BLOCK:
+            largest = maxima[0, thread // 2]
+            for warp in cutlass.range_constexpr(1, WARPS):
+                largest = self.larger(largest, maxima[warp, thread // 2])
+            if thread % 2 == 1:
+                largest = _bytes(largest, largest, 0x3232)
+            scale, inverse = self.scale_of(largest, epsilon, most)
+            scales[thread] = scale
+            if part * BLOCK + thread < column_scales.shape[1]:
+                column_scales[block, part * BLOCK + thread] = inverse
+        cute.arch.sync_threads()
+        found = cute.make_rmem_tensor((8,), Float32)
+        cute.autovec_copy(cute.local_tile(scales, (8,), (group,)), found)
+        return found
+
+    @cute.jit
+    def write(self, out, numbers, first, end, four, place, there):
+        """As the rows lie."""
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                row = first + 64 * half + 4 * four + i
+                if (row < end) & there:
+                    cute.autovec_copy(numbers[None, i, half], cute.local_tile(out[row, None], (2,), (place,)))
+
+
+class WeightQuantizer(_Tile):
+    """FP8 of N weights (rows, columns) in blocks of 128 x 128, as they lie, and the other way round if ``both``."""
+
+    def __init__(self, *, both: bool, **others: Any) -> None:
+        super().__init__(**others)
+        self.both = both
+
+    @cute.jit
+    def __call__(self, weights, table, rows, inverses, columns, others, epsilon, most, stream: cuda.CUstream):
+        """Launch. weights (J, rows, columns / 2) words; table (N,): J of each expert; rows (N, rows, columns / 4), inverses
+        (N, rows / 128, columns / 128); columns (N, columns, rows / 4), others (N, columns / 128, rows / 128).
+        """
+        grid = [inverses.shape[2], inverses.shape[1], inverses.shape[0]]
+        self.kernel(weights, table, rows, inverses, columns, others, epsilon, most).launch(
+            grid=grid, block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=self.resident, preferred_smem_carveout=50
+        )
+
+    @cute.kernel
+    def kernel(self, weights, table, rows, inverses, columns, others, epsilon, most):
+        """A block of threads for each tile."""
+        thread, _, _ = cute.arch.thread_idx()
+        other, part, expert = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        group, four = thread % 16, thread // 16
+        place = other * 16 + group
+        there = 4 * place < weights.shape[2]
+        source = table[expert]
+        value = cute.make_rmem_tensor((4, 4, 2), Int32)
+        value.fill(0)
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                row = part * BLOCK + 64 * half + 4 * four + i
+                if (row < weights.shape[1]) & there:
+                    cute.autovec_copy(cute.local_tile(weights[source, row, None], (4,), (place,)), value[None, i, half])
+        largest = Int32(0)
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                for word in cutlass.range_constexpr(4):
+                    largest = self.larger(largest, value[word, i, half] & _ABS)
+        for power in cutlass.range_constexpr(5):
+            largest = self.larger(largest, cute.arch.shuffle_sync_bfly(largest, 1 << power))
+        largest = self.larger(largest, _bytes(largest, largest, 0x1032))
+        maxima = cute.make_tensor(cute.arch.alloc_smem(Int32, WARPS, alignment=16), cute.make_layout((WARPS,)))
+        if lane == 0:
+            maxima[thread // 32] = largest
+        cute.arch.sync_threads()
+        for warp in cutlass.range_constexpr(WARPS):
+            largest = self.larger(largest, maxima[warp])
+        scale, inverse = self.scale_of(largest, epsilon, most)
+        if thread == 0:
+            inverses[expert, part, other] = inverse
+            if const_expr(self.both):
+                others[expert, other, part] = inverse
+        numbers = cute.make_rmem_tensor((2, 4, 2), Int32)
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                for word in cutlass.range_constexpr(2):
+                    low, high = self.wide(value[2 * word, i, half]), self.wide(value[2 * word + 1, i, half])
+                    numbers[word, i, half] = _four(low[0] * scale, low[1] * scale, high[0] * scale, high[1] * scale)
+                row = part * BLOCK + 64 * half + 4 * four + i
+                if (row < weights.shape[1]) & there:
+                    cute.autovec_copy(numbers[None, i, half], cute.local_tile(rows[expert, row, None], (2,), (place,)))
+        if const_expr(self.both):
+            turned = cute.arch.alloc_smem(Int32, BLOCK * 32, alignment=16)
+            shared = cute.make_tensor(turned, cute.make_layout((BLOCK, 32), stride=(32, 1)))
+            self.turn(shared, numbers, group, four)
+            cute.arch.sync_threads()
+            self.write_turned(
+                shared,
+                columns[expert, None, None],
+                thread,
+                other * BLOCK,
+                columns.shape[1],
+                part * 32,
+                Int32(columns.shape[2]),
+            )
