@@ -47,8 +47,7 @@ class Launches:
             compiled_wgrad=compile_only(sm90_compile.compiled_wgrad),
             compiled_rows=compile_only(sm90_compile.compiled_rows),
         )
-        for module in (sm90, sm90_fp8, sm90_blocks):
-            vars(module).update({"get_max_active_clusters": any_number, "sm90_compile": compiled})
+        vars(sm90).update({"get_max_active_clusters": any_number, "sm90_compile": compiled})
         vars(sm90_launch)["run_gemm_epi_plan"] = self
         quack.gemm_runtime.host.get_max_active_clusters = any_number
 

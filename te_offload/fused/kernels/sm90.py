@@ -206,19 +206,32 @@ class Sm90Kernels:
         grads = out.view
         tile = tile_for("wgrad", Regime.of(x.shape[0], out.table.shape[0]), *grads.shape[1:])
         kernel = sm90_device.AddingWgradGemm if accumulate else sm90_device.WgradGemm
-        key = kernel, tile, dy.dtype, grads.dtype
+        self._launch_wgrad(kernel, tile, dy.mT, x.mT, grads, {sm90_device.TABLE: out.table}, offsets)
+
+    def _launch_wgrad(
+        self,
+        kernel: type[Any],
+        tile: Tile,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        grads: torch.Tensor,
+        values: dict[str, torch.Tensor],
+        offsets: torch.Tensor,
+    ) -> None:
+        """``grads_i (+)= a_i @ b_i.T``, compiled when first needed. a (rows, T), b (columns, T); offsets: along T."""
+        key = kernel, tile, a.dtype, b.dtype, grads.dtype
         found = self._functions.get(key)
         if found is None:
             cluster = tile.cluster_rows, tile.cluster_columns
             with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
                 function = sm90_compile.compiled_wgrad(
-                    kernel.__name__, (dy.dtype, x.dtype), grads.dtype, (tile.rows, tile.columns), cluster, tile.pingpong
+                    kernel.__name__, (a.dtype, b.dtype), grads.dtype, (tile.rows, tile.columns), cluster, tile.pingpong
                 )
             clusters = get_max_active_clusters(cluster[0] * cluster[1])
             found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)
         function, schedule = found
-        values = kernel.EpilogueArguments(**{sm90_device.TABLE: out.table})
-        function(dy.mT, x.mT, grads, None, values, schedule, make_varlen_args(None, offsets, None), None, None)
+        arguments, varlen = kernel.EpilogueArguments(**values), make_varlen_args(None, offsets, None)
+        function(a, b, grads, None, arguments, schedule, varlen, None, None)
 
     def bias_grads(
         self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor

@@ -12,15 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from quack.cute_dsl_utils import get_max_active_clusters
-from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
-from te_offload.fused.kernels import blocks, fp8, sm90_block_device, sm90_compile, sm90_device
+from te_offload.fused.kernels import blocks, fp8, sm90_block_device, sm90_device
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts
-from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90 import Sm90Kernels
-from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Tile
+from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.ops.scaling import BlockScaling
 
 _E4M3 = torch.float8_e4m3fn
@@ -134,27 +131,10 @@ class Sm90BlockKernels(Sm90Kernels):
     ) -> None:
         """See `BlockKernels.wgrad_blocks`."""
         kernel = getattr(sm90_block_device, f"{'Adding' if accumulate else ''}BlockWgradGemm")
-        key = kernel, out.view.dtype
-        found = self._functions.get(key)
-        if found is None:
-            cluster = _WGRAD.cluster_rows, _WGRAD.cluster_columns
-            with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
-                function = sm90_compile.compiled_wgrad(
-                    kernel.__name__,
-                    (_E4M3, _E4M3),
-                    out.view.dtype,
-                    (_WGRAD.rows, _WGRAD.columns),
-                    cluster,
-                    _WGRAD.pingpong,
-                )
-            clusters = get_max_active_clusters(cluster[0] * cluster[1])
-            found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)
-        function, schedule = found
         padded = fp8.padded_offsets(offsets)
-        places = {sm90_device.TABLE: out.table, "starts": padded}
-        values = kernel.EpilogueArguments(**places, a_scales=dy.scales, b_scales=x.scales)
+        values = {sm90_device.TABLE: out.table, "starts": padded, "a_scales": dy.scales, "b_scales": x.scales}
         one, other = dy.numbers.view(_E4M3), x.numbers.view(_E4M3)
-        function(one, other, out.view, None, values, schedule, make_varlen_args(None, padded, None), None, None)
+        self._launch_wgrad(kernel, _WGRAD, one, other, out.view, values, padded)
 
     def _multiply(
         self,

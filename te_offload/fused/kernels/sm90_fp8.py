@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from quack.cute_dsl_utils import get_max_active_clusters
-from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
-from te_offload.fused.kernels import fp8, sm90_compile, sm90_device, sm90_fp8_device
+from te_offload.fused.kernels import fp8, sm90_device, sm90_fp8_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90 import Sm90Kernels
-from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Tile
+from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.ops.scaling import Scaling
 
 # Measured on an H200 at 64 experts (docs/results/).
@@ -213,29 +210,11 @@ class Sm90Fp8Kernels(Sm90Kernels):
     ) -> None:
         """See `Fp8Kernels.wgrad_fp8`."""
         assert dy.columns is not None and x.columns is not None
-        grads, tile = out.view, FAST if fast else SPLIT
         kernel = getattr(sm90_fp8_device, f"{_way(fast)}{'Adding' if accumulate else ''}WgradGemm")
-        dtypes = dy.columns.dtype, x.columns.dtype
-        key = kernel, dtypes, grads.dtype
-        found = self._functions.get(key)
-        if found is None:
-            cluster = tile.cluster_rows, tile.cluster_columns
-            with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
-                function = sm90_compile.compiled_wgrad(
-                    kernel.__name__,
-                    dtypes,
-                    grads.dtype,
-                    (tile.rows, tile.columns),
-                    cluster,
-                    tile.pingpong,
-                )
-            clusters = get_max_active_clusters(cluster[0] * cluster[1])
-            found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)
-        function, schedule = found
         factors = fp8.factors_of(dy.inverses, x.inverses, x.columns.shape[0])
-        padded = fp8.padded_offsets(offsets)
-        values = kernel.EpilogueArguments(**{sm90_device.TABLE: out.table, "factor": factors})
-        function(dy.columns, x.columns, grads, None, values, schedule, make_varlen_args(None, padded, None), None, None)
+        values = {sm90_device.TABLE: out.table, "factor": factors}
+        tile = FAST if fast else SPLIT
+        self._launch_wgrad(kernel, tile, dy.columns, x.columns, out.view, values, fp8.padded_offsets(offsets))
 
     def _multiply(
         self,
