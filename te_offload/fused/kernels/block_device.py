@@ -5,8 +5,7 @@ the same bits; an expert's blocks of tokens begin with its first one; rows of no
 
 Rows (T, columns) have a scale for each 128 columns, stored as (columns / 128, T); columns one for each 128 tokens of an
 expert, stored as (blocks, columns); weights one for 128 x 128 numbers. What is stored is one over the scale. Scales follow
-`fp8_device`, but that an infinite one becomes ``most``, the largest number of the
-dtype that is quantized.
+`fp8_device`, but that an infinite one becomes ``most``, the largest number of the dtype that is quantized.
 """
 
 from __future__ import annotations

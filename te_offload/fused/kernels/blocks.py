@@ -1,7 +1,7 @@
 """FP8 by blocks on a GPU: launches the quantizers of `block_device`.
 
-In: rows of bf16 or fp16, weights, offsets of experts on the GPU. Out: `BlockNumbers`, `Weights`. Keeps true:
-no number reaches the host; layouts are those of `block_device`. Does not: know of the rest of a grouped MLP. Needs triton.
+In: rows of bf16 or fp16, weights, offsets of experts on the GPU. Out: `BlockNumbers`, `Weights`. Keeps true: no
+number reaches the host; layouts are those of `block_device`. Does not: know of the rest of a grouped MLP. Needs triton.
 """
 
 from __future__ import annotations

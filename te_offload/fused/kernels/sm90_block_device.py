@@ -21,13 +21,20 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from quack.compile_utils import make_fake_tensor
-from quack.epilogue.ops import ColVecLoad, ColVecReduce, EpiOp, Scalar
+from quack.epilogue.ops import EpiOp
 from quack.tile_scheduler import WorkTileInfo
 
 from te_offload.fused.kernels.sm90_device import (
+    BIAS,
+    CLAMP,
+    COLUMN,
+    DSCALE,
+    NUMBERS,
+    ROW,
+    SCALE,
     ByExpert,
-    ExpertRow,
     GradsByTable,
+    linear,
     make_kernel,
     squared_relu,
 )
@@ -302,12 +309,6 @@ class BothScales(_Scaled, GradsByTable):
         return by_row, by_column
 
 
-def _linear(acc: Any, bias: Any = None, scale: Any = None) -> dict[str, Any]:
-    if bias is None:
-        return {"D": acc}
-    return {"D": acc + bias if scale is None else acc + bias * scale}
-
-
 def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
     square, slope = squared_relu(c, clamp, inverse)
     return {"D": acc * scale * slope, "dscale": (square, acc)}
@@ -316,30 +317,26 @@ def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) 
 _STARTS = _Argument("starts", Int32, 1)
 _BY_ROW = _Argument("a_scales", Float32, 2), _Argument("b_scales", Float32, 3), _STARTS
 WGRAD_ARGUMENTS = _Argument("a_scales", Float32, 2), _Argument("b_scales", Float32, 2), _STARTS
-_SCALE, _BIAS, _DSCALE = ColVecLoad("scale"), ExpertRow("bias"), ColVecReduce("dscale", scaled=True)
-_CLAMP = Scalar("clamp"), Scalar("inverse")
-_COLUMN, _ROW = ("scale", "col"), ("bias", "row")
-_NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
 
 
 def _make(name: str, *args: Any, **kwargs: Any) -> None:
     globals()[name] = make_kernel(name, *args, **kwargs, module=__name__)
 
 
-_make("BlockGemm", _linear, ops=_BY_ROW, by_table=RowScales, table=False)
-_make("BlockBiasGemm", _linear, ops=(*_BY_ROW, _BIAS), operands=(_ROW,), by_table=RowScales, table=False)
+_make("BlockGemm", linear, ops=_BY_ROW, by_table=RowScales, table=False)
+_make("BlockBiasGemm", linear, ops=(*_BY_ROW, BIAS), operands=(ROW,), by_table=RowScales, table=False)
 _make(
     "BlockScaledBiasGemm",
-    _linear,
-    ops=(*_BY_ROW, _BIAS, _SCALE),
-    operands=(_ROW, _COLUMN),
+    linear,
+    ops=(*_BY_ROW, BIAS, SCALE),
+    operands=(ROW, COLUMN),
     by_table=RowScales,
     table=False,
 )
 for _adds in (False, True):
     _make(
         f"{'Adding' if _adds else ''}BlockWgradGemm",
-        _linear,
+        linear,
         ops=WGRAD_ARGUMENTS,
         by_table=BothScales,
         adds=_adds,
@@ -349,8 +346,8 @@ for _with_tanh in (False, True):
     _make(
         f"BlockD{'Tanh' if _with_tanh else ''}SReLUGemm",
         _dact,
-        ops=(*_BY_ROW, _SCALE, *(_CLAMP if _with_tanh else ()), _DSCALE),
-        operands=(("c", "c"), _COLUMN, *(_NUMBERS if _with_tanh else ())),
+        ops=(*_BY_ROW, SCALE, *(CLAMP if _with_tanh else ()), DSCALE),
+        operands=(("c", "c"), COLUMN, *(NUMBERS if _with_tanh else ())),
         sinks=("dscale",),
         by_table=RowScales,
         table=False,

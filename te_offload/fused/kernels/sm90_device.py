@@ -198,7 +198,8 @@ def _fc1(dtype: Any) -> Callable[..., dict[str, Any]]:
     return epilogue
 
 
-def _fc2(acc: Any, bias: Any = None, scale: Any = None) -> dict[str, Any]:
+def linear(acc: Any, bias: Any = None, scale: Any = None) -> dict[str, Any]:
+    """An epilogue: plus the bias, if there is one, times the row's scale, if there is one."""
     if bias is None:
         return {"D": acc}
     return {"D": acc + bias if scale is None else acc + bias * scale}
@@ -211,19 +212,20 @@ def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) 
 
 _EXP2_OF_MINUS_TWO = -2.0 * math.log2(math.e)
 _FC2_INPUT = TileStore("fc2_input")
-_SCALE, _BIAS = ColVecLoad("scale"), ExpertRow("bias")
-_COLUMN, _ROW = ("scale", "col"), ("bias", "row")
-_CLAMP = Scalar("clamp"), Scalar("inverse")
-_NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
-_DSCALE = ColVecReduce("dscale", scaled=True)
+# What epilogues load and add up, and kinds of operands.
+SCALE, BIAS = ColVecLoad("scale"), ExpertRow("bias")
+COLUMN, ROW = ("scale", "col"), ("bias", "row")
+CLAMP = Scalar("clamp"), Scalar("inverse")
+NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
+DSCALE = ColVecReduce("dscale", scaled=True)
 
-PlainGemm = make_kernel("PlainGemm", _fc2)
-BiasGemm = make_kernel("BiasGemm", _fc2, ops=(_BIAS,), operands=(_ROW,))
-ScaledBiasGemm = make_kernel("ScaledBiasGemm", _fc2, ops=(_BIAS, _SCALE), operands=(_ROW, _COLUMN))
+PlainGemm = make_kernel("PlainGemm", linear)
+BiasGemm = make_kernel("BiasGemm", linear, ops=(BIAS,), operands=(ROW,))
+ScaledBiasGemm = make_kernel("ScaledBiasGemm", linear, ops=(BIAS, SCALE), operands=(ROW, COLUMN))
 """``D = A @ w``, plus a bias an expert, times a scale a row: FC2, and the dgrad of FC1."""
 
-WgradGemm = make_kernel("WgradGemm", _fc2, by_table=GradsByTable)
-AddingWgradGemm = make_kernel("AddingWgradGemm", _fc2, by_table=GradsByTable, adds=True)
+WgradGemm = make_kernel("WgradGemm", linear, by_table=GradsByTable)
+AddingWgradGemm = make_kernel("AddingWgradGemm", linear, by_table=GradsByTable, adds=True)
 """``D_i (+)= A_i @ B_i.T``, the experts' parts of A and B lying side by side along K: a weight's gradient."""
 
 
@@ -241,24 +243,24 @@ for _dtype_name, _dtype in (("BF16", BFloat16), ("FP16", Float16)):
             globals()[_name] = make_kernel(
                 _name,
                 _fc1(_dtype),
-                ops=(*((_BIAS,) if _with_bias else ()), _SCALE, *(_CLAMP if _with_tanh else ()), _FC2_INPUT),
-                operands=(*((_ROW,) if _with_bias else ()), _COLUMN, *(_NUMBERS if _with_tanh else ())),
+                ops=(*((BIAS,) if _with_bias else ()), SCALE, *(CLAMP if _with_tanh else ()), _FC2_INPUT),
+                operands=(*((ROW,) if _with_bias else ()), COLUMN, *(NUMBERS if _with_tanh else ())),
                 outputs=("fc2_input",),
             )
 
 DSReLUGemm = make_kernel(
     "DSReLUGemm",
     _dact,
-    ops=(_SCALE, _FC2_INPUT, _DSCALE),
-    operands=(("c", "c"), _COLUMN),
+    ops=(SCALE, _FC2_INPUT, DSCALE),
+    operands=(("c", "c"), COLUMN),
     outputs=("fc2_input",),
     sinks=("dscale",),
 )
 DTanhSReLUGemm = make_kernel(
     "DTanhSReLUGemm",
     _dact,
-    ops=(_SCALE, *_CLAMP, _FC2_INPUT, _DSCALE),
-    operands=(("c", "c"), _COLUMN, *_NUMBERS),
+    ops=(SCALE, *CLAMP, _FC2_INPUT, DSCALE),
+    operands=(("c", "c"), COLUMN, *NUMBERS),
     outputs=("fc2_input",),
     sinks=("dscale",),
 )
