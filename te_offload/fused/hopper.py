@@ -7,8 +7,7 @@ cannot take goes through the three ops one by one, for a reason that `HopperGrou
 numbers are quantized (`quantized`).
 
 ``TE_OFFLOAD_FUSED_MLP``, when a Sequential runs first: ``1`` takes windows on Hopper, ``0`` takes none, ``reference`` takes
-them everywhere and computes in torch arithmetic. Unset is ``1`` where the kernels' packages are of the versions tested, and
-Transformer Engine's own products are not known to be quicker (`quantized.is_quicker_elsewhere`).
+them everywhere and computes in torch arithmetic. Unset is ``1`` where the kernels' packages are of the versions tested.
 """
 
 from __future__ import annotations
@@ -57,8 +56,6 @@ def explain(window: Window, recipe: Any = None) -> Support:
     if reason is None and recipe is not None:
         linears = ("FC1", window.fc1), ("FC2", window.fc2)
         reason = quantized.structure_reason(linears, recipe, reference=mode == "reference")
-        if reason is None and SWITCH not in os.environ and quantized.is_quicker_elsewhere(recipe):
-            reason = f"Transformer Engine's grouped path takes the GPU less time with it; {SWITCH}=1 fuses all the same"
     return Support(True) if reason is None else Support(False, reason)
 
 

@@ -41,16 +41,6 @@ def structure_reason(ops: Sequence[tuple[str, Any]], recipe: Any, *, reference: 
     return fp8_pass.structure_reason(ops, recipe)
 
 
-def is_quicker_elsewhere(recipe: Any) -> bool:
-    """Whether Transformer Engine's unfused ops take the GPU less time here, by measurement (docs/results/, FP8 by blocks).
-
-    They take the host more: at 64 experts, launched one by one, this op is quicker even so.
-    """
-    return te_adapter.block_format(recipe) is BlockFormat.FP8 and te_adapter.grouped_path_supported(
-        recipe, torch.bfloat16
-    )
-
-
 def scaling_of(way: Way, op: Any, *, reference: bool) -> LinearScaling | LinearBlockScaling | str | None:
     """Of a linear in a call; or why it does not go a way. ``None``: nothing is quantized."""
     if way == DENSE:

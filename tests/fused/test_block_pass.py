@@ -259,23 +259,6 @@ def test_linears_whose_quantizers_are_of_two_recipes_run_op_by_op_with_the_reaso
     assert "quantizers of" in str(support.reason) and expected in str(support.reason)
 
 
-@pytest.mark.parametrize("asked", [False, True], ids=["not asked", "asked"])
-@pytest.mark.parametrize("grouped", [False, True], ids=["split path", "grouped path"])
-def test_fp8_by_blocks_is_left_to_a_grouped_path_that_is_quicker_unless_asked(
-    monkeypatch: pytest.MonkeyPatch, grouped: bool, asked: bool
-) -> None:
-    monkeypatch.delenv(hopper.SWITCH)
-    if asked:
-        monkeypatch.setenv(hopper.SWITCH, "1")
-    monkeypatch.setattr(hopper, "_machine_reason", lambda **_: None)
-    monkeypatch.setattr(te_adapter, "grouped_path_supported", lambda recipe, dtype: grouped)
-    (window,) = find_windows(list(mlp()))
-    support = hopper.explain(window, RECIPES["fp8-block"])
-    assert support.ok == (asked or not grouped)
-    assert support.ok or "TE_OFFLOAD_FUSED_MLP=1 fuses all the same" in str(support.reason)
-    assert hopper.explain(window, te_recipe.Float8CurrentScaling()).ok
-
-
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [

@@ -68,7 +68,8 @@ def test_numbers_and_scales_are_those_of_transformer_engine(what: str, power: bo
     code: Any = tex.DType.kFloat8E4M3
     quantizer = Float8BlockQuantizer(code, rowwise=True, columnwise=True, force_pow_2_scales=power, block_scaling_dim=1)
     expected = quantizer(x)
-    rows, columns = blocks.quantize(x, offsets, scaling, columns=blocks.TURNED)
+    quantizers = blocks.Quantizers()
+    rows, columns = quantizers.rows(x, offsets, scaling, columns=blocks.TURNED)
     assert rows is not None and columns is not None
     assert torch.equal(rows.numbers, expected._rowwise_data)
     assert torch.equal(columns.numbers[:, :256], expected._columnwise_data)
@@ -77,7 +78,7 @@ def test_numbers_and_scales_are_those_of_transformer_engine(what: str, power: bo
     square = Float8BlockQuantizer(code, rowwise=True, columnwise=True, force_pow_2_scales=power, block_scaling_dim=2)
     of_weight = square(x)
     table = torch.zeros(1, dtype=torch.int32, device="cuda")
-    found = blocks.quantize_weights(Experts(x[None], table), scaling, by_column=True)
+    found = quantizers.weights(Experts(x[None], table), scaling, by_column=True)
     assert torch.equal(found.rows.numbers[0], of_weight._rowwise_data)
     assert torch.equal(found.columns.numbers[0], of_weight._columnwise_data)
     assert torch.equal(found.rows.inverses[0], of_weight._rowwise_scale_inv[:, :3])

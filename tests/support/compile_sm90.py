@@ -39,14 +39,17 @@ class Launches:
             return 66
 
         def compile_only(real: Callable[..., object]) -> Callable[..., object]:
-            return lambda *args: (real(*args), self)[1]
+            return lambda *args, **ways: (real(*args, **ways), self)[1]
 
         compiled = SimpleNamespace(
             CAPABILITY=sm90_compile.CAPABILITY,
             source_key=sm90_compile.source_key,
             compiled_wgrad=compile_only(sm90_compile.compiled_wgrad),
             compiled_rows=compile_only(sm90_compile.compiled_rows),
+            compiled_row_quantizer=compile_only(sm90_compile.compiled_row_quantizer),
+            compiled_weight_quantizer=compile_only(sm90_compile.compiled_weight_quantizer),
         )
+        vars(blocks).update({"sm90_compile": compiled, "_words": lambda matrix: matrix})  # a fake one has no address
         vars(sm90).update({"get_max_active_clusters": any_number, "sm90_compile": compiled})
         vars(sm90_launch)["run_gemm_epi_plan"] = self
         quack.gemm_runtime.host.get_max_active_clusters = any_number
@@ -127,7 +130,6 @@ def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
     launches = Launches()
     scaling = BlockScaling(BlockFormat.FP8)
     vars(fp8)["padded_offsets"] = launches_nothing
-    vars(blocks)["quantize"] = lambda x, *_, **__: (rows(x.shape[1]), None)
     kernels = sm90_blocks.Sm90BlockKernels(activation)
     offsets, router = empty(EXPERTS + 1, dtype=torch.int32), empty(tokens, dtype=torch.float32)
 
@@ -158,6 +160,12 @@ def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
     if activation.clamp is not None:
         return launches.count
     y, bias = empty(tokens, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, HIDDEN, dtype=torch.bfloat16)
+    for by_column, saved in ((False, False), (True, False), (True, True)):
+        kernels.block_rows(y, offsets, scaling, by_column=by_column, saved=saved)
+    kernels.rebuild_blocks(act_input, router, offsets, scaling)
+    packed = Experts(empty(EXPERTS, FFN, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, dtype=torch.int32))
+    for by_column in (False, True):
+        kernels.block_weights(packed, scaling, by_column=by_column)
     for factors in (None, router):
         kernels.linear_blocks(hidden, of_fc2.rows, y, offsets, bias=bias, bias_scales=factors)
     for dtype, accumulate in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):

@@ -19,7 +19,7 @@ _BLOCKS = 132  # as many as an H200 has SMs; they step through the rows, so any 
 
 
 @cute.jit  # type: ignore[untyped-decorator]
-def _inclusive_sum(value: Int32, lane: Int32) -> Int32:
+def inclusive_sum(value: Int32, lane: Int32) -> Int32:
     """Of the values of a warp's lanes up to this one."""
     for power in cutlass.range_constexpr(5):
         before = cute.arch.shuffle_sync_up(value, offset=1 << power, mask_and_clamp=0)
@@ -66,7 +66,7 @@ class ExpertOffsets:
             size = Int32(0)
             if index < count:  # cut first, so that no sum can overflow
                 size = Int32(cutlass.min(cutlass.max(Int64(sizes[index]), Int64(0)), Int64(rows)))
-            upto = _inclusive_sum(size, lane)
+            upto = inclusive_sum(size, lane)
             if writes & (index < count):
                 offsets[index + 1] = cutlass.min(end + upto, rows)
             end = cutlass.min(end + cute.arch.shuffle_sync(upto, _WARP - 1), rows)

@@ -18,8 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Float32, Int32, const_expr
 from quack.compile_utils import make_fake_tensor
 from quack.epilogue.ops import EpiOp
 from quack.tile_scheduler import WorkTileInfo
@@ -39,6 +38,7 @@ from te_offload.fused.kernels.sm90_device import (
     squared_relu,
 )
 from te_offload.fused.kernels.sm90_fp8_device import PaddedColumns
+from te_offload.fused.kernels.sm90_sums import SplitSums
 
 BLOCK = 128
 _WARP = 32
@@ -118,13 +118,8 @@ class _Argument(EpiOp):  # type: ignore[misc]
         return {self.name: getattr(args, self.name)}
 
 
-class _Scaled:
-    """Mixin before QuACK's GEMM: a main loop with scales. Those of a tile of K are loaded while the one before it is worked
-    on, since a load takes longer than the tensor cores take for a tile.
-    """
-
-    cta_tile_shape_mnk: Any
-    pingpong: bool
+class _Scaled(SplitSums):
+    """What is added is scaled."""
 
     def _setup_attributes(self, epilogue_args: Any) -> None:
         self._noted = _Noted()
@@ -152,41 +147,6 @@ class _Scaled:
                 return _Work(work._tile_idx, work._is_valid_tile, noted)
 
         return Scheduler
-
-    @cute.jit
-    def mma(
-        self,
-        ab_pipeline,
-        ab_read_state,
-        mma_fn: cutlass.Constexpr,
-        acc,
-        acc_slow,
-        k_tile_cnt: Int32,
-        warp_group_idx: Int32,
-    ):
-        """In place of QuACK's: one tile of K after the other, each scaled."""
-        thread, _, _ = cute.arch.thread_idx()
-        whole = cute.make_identity_tensor(self.cta_tile_shape_mnk[:2])
-        coords = mma_fn.args[0].get_slice(thread).partition_C(whole)
-        places = self.places(acc, coords)
-        ahead = cute.make_rmem_tensor((self.count(acc),), Float32)
-        now = cute.make_rmem_tensor((self.count(acc),), Float32)
-        self.load(ahead, acc, places, Int32(0))
-        ab_release_state = ab_read_state.clone()
-        acc_slow.fill(0.0)
-        for k_tile in cutlass.range(0, k_tile_cnt, unroll=1):
-            ab_pipeline.consumer_wait(ab_read_state)
-            mma_fn(A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=Boolean(True))
-            ab_read_state.advance()
-            now.store(ahead.load())  # after the tensor cores have begun: it waits for a load
-            self.load(ahead, acc, places, cutlass.min(k_tile + 1, k_tile_cnt - 1))
-            factors = self.factors(acc, now)
-            warpgroup.wait_group(0)
-            ab_pipeline.consumer_release(ab_release_state)
-            ab_release_state.advance()
-            self.add(acc, acc_slow, factors)
-        acc.store(acc_slow.load())
-        return ab_read_state
 
     @cute.jit
     def add(self, acc, acc_slow, factors):

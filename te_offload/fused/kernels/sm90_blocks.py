@@ -2,7 +2,7 @@
 
 In: bf16 or fp16 tensors, offsets of experts on the GPU. Out: as in `block_interface.BlockKernels`. Keeps true: no split
 size reaches the host; numbers and scales are Transformer Engine's; two runs give the same bits. Does not: quantize, or know
-of other formats. Needs quack-kernels, and triton.
+of other formats. Needs quack-kernels, and triton (`fp8`).
 
 FC1's epilogue sees a block's columns one part after the other, so FC2's input is quantized from what it has stored.
 """
@@ -16,6 +16,7 @@ import torch
 from te_offload.fused.kernels import blocks, fp8, sm90_block_device, sm90_device
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts
+from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.ops.scaling import BlockScaling
@@ -28,6 +29,10 @@ _BY_ROW, _WGRAD = Tile(128, 128), Tile(128, 128, 1, 2)
 class Sm90BlockKernels(Sm90Kernels):
     """See `block_interface.BlockKernels`."""
 
+    def __init__(self, activation: SquaredReLU) -> None:
+        super().__init__(activation)
+        self._quantizers = blocks.Quantizers()
+
     def __deepcopy__(self, memo: Any) -> Sm90BlockKernels:
         return Sm90BlockKernels(self._activation)
 
@@ -36,14 +41,14 @@ class Sm90BlockKernels(Sm90Kernels):
 
     def block_weights(self, weights: Experts, scaling: BlockScaling, *, by_column: bool) -> BlockWeights:
         """See `BlockKernels.block_weights`."""
-        return blocks.quantize_weights(weights, scaling, by_column=by_column)
+        return self._quantizers.weights(weights, scaling, by_column=by_column)
 
     def block_rows(
         self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool, saved: bool = False
     ) -> tuple[BlockNumbers, BlockNumbers | None]:
         """See `BlockKernels.block_rows`."""
         columns = blocks.NOT if not by_column else blocks.SAVED if saved else blocks.TURNED
-        rows, found = blocks.quantize(x, offsets, scaling, columns=columns)
+        rows, found = self._quantizers.rows(x, offsets, scaling, columns=columns)
         assert rows is not None
         return rows, found
 
@@ -56,7 +61,7 @@ class Sm90BlockKernels(Sm90Kernels):
         self, act_input: torch.Tensor, router: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling
     ) -> BlockNumbers:
         """See `BlockKernels.rebuild_blocks`."""
-        _, columns = blocks.quantize(
+        _, columns = self._quantizers.rows(
             act_input,
             offsets,
             scaling,
@@ -83,7 +88,7 @@ class Sm90BlockKernels(Sm90Kernels):
         self.linear_blocks(x, weights.rows, act_input, offsets[0], bias=bias)
         if offsets[1] is not offsets[0]:  # FC2 may read rows that FC1 did not write
             self.clear(offsets[0], act_input)
-        rows, _ = blocks.quantize(act_input, offsets[1], scaling, activation=(self._activation, router))
+        rows, _ = self._quantizers.rows(act_input, offsets[1], scaling, activation=(self._activation, router))
         assert rows is not None
         return act_input, rows
 

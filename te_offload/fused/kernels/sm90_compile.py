@@ -1,4 +1,4 @@
-"""Compiles what QuACK has no host code for: wgrads into separate buffers, and the kernels over rows.
+"""Compiles what QuACK has no host code for: wgrads into separate buffers, kernels over rows, quantizers.
 
 In: names, dtypes and tiles. Out: functions that launch on the current stream. Keeps true: compiled kernels are kept on
 disk by QuACK's cache, under a key of which our own source is part. Does not: look at shapes; one kernel serves all.
@@ -25,7 +25,14 @@ from quack.gemm_tvm_ffi_utils import (
     make_fake_varlen_args,
 )
 
-from te_offload.fused.kernels import rows_device, sm90_block_device, sm90_device, sm90_fp8_device
+from te_offload.fused.kernels import (
+    block_device,
+    rows_device,
+    sm90_block_device,
+    sm90_device,
+    sm90_fp8_device,
+    sm90_sums,
+)
 
 CAPABILITY = (9, 0)
 
@@ -33,7 +40,8 @@ CAPABILITY = (9, 0)
 @functools.cache
 def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
-    modules = sm90_device, sm90_fp8_device, sm90_block_device, rows_device, sys.modules[__name__]
+    gemms = sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
+    modules = *gemms, rows_device, block_device, sys.modules[__name__]
     sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
 
@@ -122,5 +130,75 @@ def _compile_expert_rows(name: str, dtype: Any, sizes_dtype: Any, _source: str) 
         arguments = [offsets, matrix]
     else:
         arguments = [matrix, offsets, make_fake_tensor(Float32, (rows,), leading_dim=0, divisibility=1)]
+    return _compile(rows_device.KERNELS[name](), *arguments)
+
+
+def compiled_row_quantizer(
+    dtype: torch.dtype, *, by_row: bool, columns: int, activated: bool, clamps: bool, power_of_two: bool
+) -> Any:
+    """`block_device.RowQuantizer`, as a function of what it takes but for the stream; matrices as words of int32, ``None``
+    for what is not there.
+
+    Args:
+        dtype: bf16 or fp16. others: of `RowQuantizer`.
+    """
+    half = dtype is torch.float16
+    return _compile_row_quantizer(by_row, columns, activated, clamps, half, power_of_two, source_key())
+
+
+@jit_cache  # type: ignore[untyped-decorator]
+def _compile_row_quantizer(
+    by_row: bool, columns: int, activated: bool, clamps: bool, half: bool, power_of_two: bool, _source: str
+) -> Any:
+    by_column = columns != block_device.NOT
+    kernel = block_device.RowQuantizer(
+        by_row=by_row, columns=columns, activated=activated, clamps=clamps, half=half, power_of_two=power_of_two
+    )
+    return _compile(
+        kernel,
+        _words(2),
+        _numbers(Float32, 1) if activated else None,
+        _numbers(Int32, 1),
+        _words(2) if by_row else None,
+        _numbers(Float32, 2) if by_row else None,
+        _words(2) if by_column else None,
+        _numbers(Float32, 2) if by_column else None,
+        Float32(1.0),
+        Float32(0.0),
+        Float32(1.0),
+    )
+
+
+def compiled_weight_quantizer(dtype: torch.dtype, *, both: bool, power_of_two: bool) -> Any:
+    """`block_device.WeightQuantizer`, as above."""
+    return _compile_weight_quantizer(both, dtype is torch.float16, power_of_two, source_key())
+
+
+@jit_cache  # type: ignore[untyped-decorator]
+def _compile_weight_quantizer(both: bool, half: bool, power_of_two: bool, _source: str) -> Any:
+    kernel = block_device.WeightQuantizer(both=both, half=half, power_of_two=power_of_two)
+    turned = (_words(3), _numbers(Float32, 3)) if both else (None, None)
+    return _compile(
+        kernel,
+        _words(3),
+        _numbers(Int32, 1),
+        _words(3),
+        _numbers(Float32, 3),
+        *turned,
+        Float32(0.0),
+        Float32(1.0),
+    )
+
+
+def _words(rank: int) -> Any:
+    """Rows of whole 16 bytes."""
+    return make_fake_tensor(Int32, tuple(cute.sym_int() for _ in range(rank)), leading_dim=rank - 1, divisibility=4)
+
+
+def _numbers(dtype: Any, rank: int) -> Any:
+    return make_fake_tensor(dtype, tuple(cute.sym_int() for _ in range(rank)), leading_dim=rank - 1, divisibility=1)
+
+
+def _compile(kernel: Any, *arguments: Any) -> Any:
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(rows_device.KERNELS[name](), *arguments, stream, options="--enable-tvm-ffi")
+    return cute.compile(kernel, *arguments, stream, options="--enable-tvm-ffi")

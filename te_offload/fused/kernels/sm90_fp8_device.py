@@ -19,6 +19,7 @@ from cutlass import BFloat16, Float16, Float32
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, Scalar, TileStore
 
 from te_offload.fused.kernels.sm90_device import ExpertRow, GradsByTable, make_kernel, squared_relu
+from te_offload.fused.kernels.sm90_sums import SplitSums
 
 
 class _FastSums:
@@ -86,7 +87,7 @@ def _make(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 for _fast in (False, True):
-    _mixins = (_FastSums,) if _fast else ()
+    _mixins = (_FastSums,) if _fast else (SplitSums,)
     _way = "Fast" if _fast else "Split"
     _make(f"{_way}Gemm", _linear, ops=(_FACTOR,), operands=_COLUMNS[:1], mixins=_mixins)
     _make(f"{_way}BiasGemm", _linear, ops=(_BIAS, _FACTOR), operands=(_ROW, *_COLUMNS[:1]), mixins=_mixins)

@@ -1,0 +1,109 @@
+"""The main loop of Hopper's FP8 products whose sums are of float32; see `sm90_device`.
+
+In: nothing when imported. Out: `SplitSums`, a mixin before QuACK's GEMM. Keeps true: what the tensor cores add up over a
+tile's K (128) is added in float32 to what the tiles before it gave, in their order, as cuBLAS does with
+``use_split_accumulator``. Does not: know of scales; `sm90_block_device` does.
+
+QuACK's own loop begins with one tile of K outside of it. Where K is a number of tokens, which may be none, ptxas then waits
+for the tensor cores after each of their instructions. Here all tiles are in the loop, two at a time: they go into two sets
+of registers, so that one is added up while the tensor cores fill the other. No instruction is in flight when a turn of the
+loop ends: ptxas would wait after each one again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+_REGISTERS = 64  # of a sum: three sets of so many fit into a thread's
+
+
+class SplitSums:
+    """Mixin before QuACK's GEMM. Subclasses may scale what is added: the scales of a tile of K are loaded while the one
+    before it is worked on, since a load takes longer than the tensor cores take for a tile.
+    """
+
+    cta_tile_shape_mnk: Any
+    pingpong: bool
+
+    def count(self, acc: Any) -> int:
+        """Scales of a thread for a tile of K."""
+        return 0
+
+    def places(self, acc: Any, coords: Any) -> Any:
+        """What `load` needs, of a tile of the result. ``coords``: of the fragment within it."""
+        return None
+
+    def load(self, found: Any, acc: Any, places: Any, k_tile: Any) -> None:
+        """Begin to load the scales of a tile of K."""
+
+    def factors(self, acc: Any, now: Any) -> Any:
+        """Of the scales that were loaded, for `add`."""
+        return None
+
+    @cute.jit
+    def add(self, acc, acc_slow, factors):
+        """A tile of K to those before it."""
+        acc_slow.store(acc_slow.load() + acc.load())
+
+    @cute.jit
+    def mma(
+        self,
+        ab_pipeline,
+        ab_read_state,
+        mma_fn: cutlass.Constexpr,
+        acc,
+        acc_slow,
+        k_tile_cnt: Int32,
+        warp_group_idx: Int32,
+    ):
+        """In place of QuACK's."""
+        thread, _, _ = cute.arch.thread_idx()
+        whole = cute.make_identity_tensor(self.cta_tile_shape_mnk[:2])
+        coords = mma_fn.args[0].get_slice(thread).partition_C(whole)
+        places = self.places(acc, coords)
+        last = cutlass.max(k_tile_cnt - 1, 0)
+        ahead = cute.make_rmem_tensor((max(self.count(acc), 1),), Float32)
+        now = cute.make_rmem_tensor((max(self.count(acc), 1),), Float32)
+        self.load(ahead, acc, places, Int32(0))
+        ab_release_state = ab_read_state.clone()
+        acc_slow.fill(0.0)
+        pairs = const_expr(cute.size(acc.shape) <= _REGISTERS)
+        alone = k_tile_cnt % 2 if const_expr(pairs) else k_tile_cnt
+        for k_tile in cutlass.range(0, alone, unroll=1):
+            ab_pipeline.consumer_wait(ab_read_state)
+            mma_fn(A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=True)
+            ab_read_state.advance()
+            now.store(ahead.load())  # after the tensor cores have begun: it waits for a load
+            self.load(ahead, acc, places, cutlass.min(k_tile + 1, last))
+            factors = self.factors(acc, now)
+            warpgroup.wait_group(0)
+            ab_pipeline.consumer_release(ab_release_state)
+            ab_release_state.advance()
+            self.add(acc, acc_slow, factors)
+        if const_expr(pairs):
+            other = cute.make_rmem_tensor(acc.shape, Float32)
+            sums = [acc, other]
+            products = [mma_fn, partial(mma_fn.func, mma_fn.args[0], other, *mma_fn.args[2:])]
+            for k_tile in cutlass.range(alone, k_tile_cnt, 2, unroll=1):
+                for one in cutlass.range_constexpr(2):
+                    ab_pipeline.consumer_wait(ab_read_state)
+                    products[one](A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=True)
+                    ab_read_state.advance()
+                for one in cutlass.range_constexpr(2):
+                    now.store(ahead.load())
+                    self.load(ahead, acc, places, cutlass.min(k_tile + one + 1, last))
+                    factors = self.factors(acc, now)
+                    warpgroup.wait_group(1 - one)
+                    ab_pipeline.consumer_release(ab_release_state)
+                    ab_release_state.advance()
+                    self.add(sums[one], acc_slow, factors)
+        if const_expr(self.pingpong):
+            self.pingpong_barrier_arrive(1 - warp_group_idx, stage="mma")  # the other warp group may begin
+        acc.store(acc_slow.load())
+        return ab_read_state
