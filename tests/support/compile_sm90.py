@@ -49,7 +49,7 @@ class Launches:
             compiled_row_quantizer=compile_only(sm90_compile.compiled_row_quantizer),
             compiled_weight_quantizer=compile_only(sm90_compile.compiled_weight_quantizer),
         )
-        vars(blocks).update({"sm90_compile": compiled, "_words": lambda matrix: matrix})  # a fake one has no address
+        vars(blocks).update({"sm90_compile": compiled, "_aligned": lambda x: x})  # a fake one has no address
         vars(sm90).update({"get_max_active_clusters": any_number, "sm90_compile": compiled})
         vars(sm90_launch)["run_gemm_epi_plan"] = self
         quack.gemm_runtime.host.get_max_active_clusters = any_number

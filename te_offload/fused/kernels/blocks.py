@@ -75,7 +75,7 @@ class Quantizers:
         ways = {"by_row": by_row, "columns": columns, "activated": activation is not None, "clamps": clamp is not None}
         compiled = self._get(sm90_compile.compiled_row_quantizer, x.dtype, scaling, **ways)
         numbers = 1.0 if clamp is None else clamp, scaling.epsilon, torch.finfo(x.dtype).max
-        compiled(_words(x), router, offsets, *_both(rows), *_both(found), *numbers)
+        compiled(_words(_aligned(x)), router, offsets, *_both(rows), *_both(found), *numbers)
         return rows, found
 
     def weights(self, weights: Experts, scaling: BlockScaling, *, by_column: bool) -> BlockWeights:
@@ -104,9 +104,13 @@ class Quantizers:
         return function
 
 
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """What is ours begins at such an address anyway, and `Experts` sees to it for weights."""
+    return x if x.data_ptr() % _ALIGNED == 0 else x.clone()
+
+
 def _words(matrix: torch.Tensor) -> torch.Tensor:
-    aligned = matrix if matrix.data_ptr() % _ALIGNED == 0 else matrix.clone()
-    return aligned.view(torch.int32)
+    return matrix.view(torch.int32)
 
 
 def _parts(size: int) -> int:
