@@ -1,6 +1,6 @@
 """The demo's model trained on the CPU in torch arithmetic, in recipes for which there is no card: losses as JSON.
 
-    python -m tests.support.reference_losses --recipes none mxfp8 nvfp4 [--steps 200] --json FILE
+    ./run tests.support.reference_losses --recipes none mxfp8 nvfp4 [--steps 200] --json FILE
 
 The fused op quantizes as its reference kernels do; nothing of Transformer Engine's kernels runs (`te_on_cpu`). The file is
 of the form that ``benchmarks.loss_curves --add`` takes.
