@@ -5,7 +5,7 @@ alike: (i) weights are bf16 and quantized in each forward; (ii) they are FP8 par
 the module te.GroupedLinear as Megatron-LM runs it, quantized copies that stay over micro-batches
 (``is_first_microbatch=False``), whose split sizes the host knows. `floor` is what a regime cannot go below: the products
 alone, measured, and the bytes that quantizing reads and writes at the measured rate of a copy on the GPU. By blocks there
-is no floor, and no (ii) of ours: weights that are FP8 by blocks already go to Transformer Engine's ops.
+is no floor.
 """
 
 from __future__ import annotations
@@ -46,14 +46,13 @@ class Fp8Case:
 
     def ways(self) -> dict[str, Way]:
         """All, by name; who is first is compared with."""
-        found = {
+        return {
             "te_offload, fused (i)": self._of_ops(ops, quantized=False),
             "Transformer Engine's ops (i)": self._of_ops(te.ops, quantized=False),
+            "te_offload, fused (ii)": self._of_ops(ops, quantized=True),
+            "Transformer Engine's ops (ii)": self._of_ops(te.ops, quantized=True),
+            "te.GroupedLinear, cached weights (ii)": self._of_modules(),
         }
-        if not self.by_blocks:
-            found["te_offload, fused (ii)"] = self._of_ops(ops, quantized=True)
-            found["Transformer Engine's ops (ii)"] = self._of_ops(te.ops, quantized=True)
-        return found | {"te.GroupedLinear, cached weights (ii)": self._of_modules()}
 
     @property
     def by_blocks(self) -> bool:

@@ -141,4 +141,7 @@ class BlockPass:
 
 
 def _weights(kernels: BlockKernels, name: str, op: Any, scaling: BlockScaling, *, backward: bool) -> BlockWeights:
+    if te_adapter.is_block_weight(parameters.first_weight(op)):
+        weights = parameters.weight_parameters(op)
+        return kernels.take_block_weights(name, *te_adapter.block_weights(weights, columns=backward))
     return kernels.block_weights(kernels.prepare(name, parameters.weights(op)), scaling, by_column=backward)

@@ -448,8 +448,7 @@ def _weight_of(op: Any, way: quantized.Way) -> torch.Tensor | None:
     are of one kind: Transformer Engine says so before each forward.
     """
     weight = parameters.first_weight(op)
-    fp8 = way == quantized.TENSOR_SCALES and te_adapter.is_fp8_weight(weight)
-    return weight if fp8 else parameters.dense_weight(op)
+    return weight if quantized.takes_as_it_lies(way, weight) else parameters.dense_weight(op)
 
 
 def _multiply(

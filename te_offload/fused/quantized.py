@@ -55,6 +55,13 @@ def scaling_of(way: Way, op: Any, *, reference: bool) -> LinearScaling | LinearB
     return found
 
 
+def takes_as_it_lies(way: Way, weight: torch.Tensor) -> bool:
+    """Whether a quantized weight goes a way without being quantized again."""
+    if way == TENSOR_SCALES:
+        return te_adapter.is_fp8_weight(weight)
+    return way is BlockFormat.FP8 and te_adapter.is_block_weight(weight)
+
+
 def make_pass(
     way: Way,
     kernels: Any,

@@ -13,19 +13,23 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
+from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
 from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
 from transformer_engine.pytorch.ops.op import OperationContext
+from transformer_engine.pytorch.tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.storage import float8_blockwise_tensor_storage as te_blockwise_storage
 
 from te_offload import Fate, OffloadSession, SlotName
 from te_offload.fused import find_windows, hopper, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
+from te_offload.fused.kernels.reference_formats import make_format
 from te_offload.ops import te_adapter
-from te_offload.ops.scaling import LinearBlockScaling
+from te_offload.ops.scaling import BlockFormat, BlockScaling, LinearBlockScaling
 from tests.fused.test_fp8_pass import fp8_parameter
-from tests.support import te_on_cpu
+from tests.support import block_formats, te_on_cpu
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp, run
 
 EXPERTS, HIDDEN, FFN, SPLITS = 3, 128, 256, (130, 0, 384)
@@ -280,6 +284,51 @@ def test_variants_that_are_not_computed_here_go_to_the_unfused_path_with_the_rea
         support = op.support(ctxs, x, [(sizes,), (scales,), (sizes,)])
     assert reason in str(support.reason)
     assert calls_of(module[0]).handed_over == 1
+
+
+def block_parameter(weight: torch.Tensor, *, columns: bool) -> torch.nn.Parameter:
+    """In square blocks, in the wrapper and the layout of Transformer Engine's."""
+    quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=columns, block_scaling_dim=2)
+    found = block_formats.quantize(quantizer, weight.detach())
+    numbers, inverses, _ = make_format(BlockScaling(BlockFormat.FP8, square=True, power_of_two=True)).quantize(
+        weight.detach(), by_column=False
+    )
+    parts = tuple(-(-size // 128) for size in weight.shape)
+    found._rowwise_data.copy_(numbers.view(weight.shape))
+    found._rowwise_scale_inv[:, : parts[1]] = inverses.view(parts)
+    if columns:
+        found._columnwise_data.copy_(numbers.view(weight.shape).t())
+        found._columnwise_scale_inv[:, : parts[0]] = inverses.view(parts).t()
+    return torch.nn.Parameter(found)
+
+
+@pytest.mark.filterwarnings("ignore:Quantizer is being updated")  # by Transformer Engine, for all weights that are FP8
+@pytest.mark.parametrize("places", [(0, 2), (0,), (2,)], ids=["both", "FC1", "FC2"])
+@pytest.mark.parametrize("columns", [True, False], ids=["both ways", "as they lie"])
+def test_weights_that_are_fp8_by_blocks_are_taken_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, places: tuple[int, ...], columns: bool
+) -> None:
+    """What the forward alone needs may be all that is there: the other way round is made once."""
+    turned = []
+
+    def fp8_transpose(numbers: torch.Tensor, _: Any, *, out: torch.Tensor | None) -> torch.Tensor:
+        turned.append(numbers)
+        return numbers.t().contiguous()
+
+    monkeypatch.setattr(te_blockwise_storage, "tex", te_on_cpu.Tex(fp8_transpose=fp8_transpose))
+    found = []
+    for primary in (True, False):
+        module = mlp()
+        for place in places if primary else ():
+            for name, weight in list(module[place].named_parameters()):
+                setattr(module[place], name, block_parameter(weight, columns=columns))
+        for _ in range(2):
+            module.zero_grad()
+            found.append(step(module, "fp8-block"))
+        assert_all_fused(module)
+    for one in found[1:]:
+        assert_same_bits(found[0], one)
+    assert len(turned) == (0 if columns else EXPERTS * len(places))
 
 
 @pytest.mark.parametrize("place", [0, 2], ids=["FC1", "FC2"])

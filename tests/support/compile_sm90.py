@@ -148,8 +148,8 @@ def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
 
     def weights(one: int, other: int) -> blocks.Weights:
         parts = -(-one // blocks.BLOCK), -(-other // blocks.BLOCK)
-        numbers = empty(EXPERTS, one, other, dtype=torch.uint8)
-        return blocks.Weights(numbers, empty(EXPERTS, *parts, dtype=torch.float32))
+        table, numbers = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS, one, other, dtype=torch.uint8)
+        return blocks.Weights(Experts(numbers, table), Experts(empty(EXPERTS, *parts, dtype=torch.float32), table))
 
     of_fc1 = BlockWeights(weights(FFN, HIDDEN), weights(HIDDEN, FFN))
     of_fc2 = BlockWeights(weights(HIDDEN, FFN), weights(FFN, HIDDEN))

@@ -143,6 +143,27 @@ class _Tile:
         return scale, _divide(Float32(1.0), scale)
 
     @cute.jit
+    def read(self, matrix, first, end, four, place, there):
+        """8 columns of 8 rows, from ``first`` on up to ``end``, else zero: (4 words, 4 rows, 2 halves)."""
+        value = cute.make_rmem_tensor((4, 4, 2), Int32)
+        value.fill(0)
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                row = first + 64 * half + 4 * four + i
+                if (row < end) & there:
+                    cute.autovec_copy(cute.local_tile(matrix[row, None], (4,), (place,)), value[None, i, half])
+        return value
+
+    @cute.jit
+    def write(self, out, numbers, first, end, four, place, there):
+        """As the rows lie."""
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                row = first + 64 * half + 4 * four + i
+                if (row < end) & there:
+                    cute.autovec_copy(numbers[None, i, half], cute.local_tile(out[row, None], (2,), (place,)))
+
+    @cute.jit
     def turn(self, turned, numbers, group, rows):
         """Write 8 columns of 4 rows, twice, into shared memory (128, 32): ``numbers`` (2 words, 4 rows, 2 halves)."""
         for half in cutlass.range_constexpr(2):
@@ -240,13 +261,7 @@ class RowQuantizer(_Tile):
         group, four = thread % 16, thread // 16
         place = part * 16 + group  # among groups of 8 columns
         there = 4 * place < x.shape[1]
-        value = cute.make_rmem_tensor((4, 4, 2), Int32)
-        value.fill(0)
-        for half in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(4):
-                row = first + 64 * half + 4 * four + i
-                if (row < end) & there:
-                    cute.autovec_copy(cute.local_tile(x[row, None], (4,), (place,)), value[None, i, half])
+        value = self.read(x, first, end, four, place, there)
         if const_expr(self.activated):
             for half in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(4):
@@ -350,15 +365,6 @@ class RowQuantizer(_Tile):
         cute.autovec_copy(cute.local_tile(scales, (8,), (group,)), found)
         return found
 
-    @cute.jit
-    def write(self, out, numbers, first, end, four, place, there):
-        """As the rows lie."""
-        for half in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(4):
-                row = first + 64 * half + 4 * four + i
-                if (row < end) & there:
-                    cute.autovec_copy(numbers[None, i, half], cute.local_tile(out[row, None], (2,), (place,)))
-
 
 class WeightQuantizer(_Tile):
     """FP8 of N weights (rows, columns) in blocks of 128 x 128, as they lie, and the other way round if ``both``."""
@@ -390,14 +396,8 @@ class WeightQuantizer(_Tile):
         group, four = thread % 16, thread // 16
         place = other * 16 + group
         there = 4 * place < weights.shape[2]
-        source = table[expert]
-        value = cute.make_rmem_tensor((4, 4, 2), Int32)
-        value.fill(0)
-        for half in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(4):
-                row = part * BLOCK + 64 * half + 4 * four + i
-                if (row < weights.shape[1]) & there:
-                    cute.autovec_copy(cute.local_tile(weights[source, row, None], (4,), (place,)), value[None, i, half])
+        first, end = part * BLOCK, weights.shape[1]
+        value = self.read(weights[table[expert], None, None], first, end, four, place, there)
         largest = Int32(0)
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(4):
@@ -423,9 +423,7 @@ class WeightQuantizer(_Tile):
                 for word in cutlass.range_constexpr(2):
                     low, high = self.wide(value[2 * word, i, half]), self.wide(value[2 * word + 1, i, half])
                     numbers[word, i, half] = _four(low[0] * scale, low[1] * scale, high[0] * scale, high[1] * scale)
-                row = part * BLOCK + 64 * half + 4 * four + i
-                if (row < weights.shape[1]) & there:
-                    cute.autovec_copy(numbers[None, i, half], cute.local_tile(rows[expert, row, None], (2,), (place,)))
+        self.write(rows[expert, None, None], numbers, first, end, four, place, there)
         if const_expr(self.both):
             turned = cute.arch.alloc_smem(Int32, BLOCK * 32, alignment=16)
             shared = cute.make_tensor(turned, cute.make_layout((BLOCK, 32), stride=(32, 1)))

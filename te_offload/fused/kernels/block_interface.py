@@ -35,6 +35,10 @@ class BlockNumbers:
     amaxes: torch.Tensor | None = None
 
 
+Parts = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Of each weight: bytes (rows, columns), and inverse scales (rows / 128, columns / 128), rows of which may be longer."""
+
+
 @dataclass(frozen=True)
 class BlockWeights:
     """Of all experts' weights.
@@ -52,6 +56,13 @@ class BlockKernels(Kernels, Protocol):
 
     def block_weights(self, weights: Any, scaling: BlockScaling, *, by_column: bool) -> BlockWeights:
         """N weights. ``weights``: from `Kernels.prepare`. ``by_column``: for the dgrad too."""
+
+    def take_block_weights(self, name: str, rows: Parts, columns: Parts | None) -> BlockWeights:
+        """N weights that are FP8 in square blocks already, read where they lie.
+
+        Args:
+            name: of this set of weights. rows, columns: as they lie, and the other way round, if asked for.
+        """
 
     def block_rows(
         self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool, saved: bool = False

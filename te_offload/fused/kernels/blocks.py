@@ -31,11 +31,11 @@ class Weights:
     """N weights, one way round.
 
     Attributes:
-        numbers: (N, rows, columns) bytes, columns what is summed over. inverses: (N, parts, parts) float32, one a block.
+        numbers: bytes (rows, columns), columns what is summed over. inverses: (parts, parts) float32, one a block.
     """
 
-    numbers: torch.Tensor
-    inverses: torch.Tensor
+    numbers: Experts
+    inverses: Experts
 
 
 class Quantizers:
@@ -43,6 +43,7 @@ class Quantizers:
 
     def __init__(self) -> None:
         self._functions: dict[Any, Any] = {}
+        self._tables: dict[Any, torch.Tensor] = {}
 
     def rows(
         self,
@@ -83,16 +84,25 @@ class Quantizers:
         count, (rows, columns), device = weights.table.shape[0], weights.view.shape[1:], weights.view.device
         numbers = torch.empty(count, rows, columns, dtype=torch.uint8, device=device)
         inverses = torch.empty(count, _parts(rows), _parts(columns), dtype=torch.float32, device=device)
-        found = turned = others = None
+        turned = others = None
         if by_column:
             turned = torch.empty(count, columns, rows, dtype=torch.uint8, device=device)
             others = torch.empty(count, _parts(columns), _parts(rows), dtype=torch.float32, device=device)
-            found = Weights(turned, others)
         compiled = self._get(sm90_compile.compiled_weight_quantizer, weights.view.dtype, scaling, both=by_column)
-        turned = None if turned is None else _words(turned)
         most = torch.finfo(weights.view.dtype).max
-        compiled(_words(weights.view), weights.table, _words(numbers), inverses, turned, others, scaling.epsilon, most)
-        return BlockWeights(Weights(numbers, inverses), found)
+        back = None if turned is None else _words(turned)
+        compiled(_words(weights.view), weights.table, _words(numbers), inverses, back, others, scaling.epsilon, most)
+        return BlockWeights(self._in_order(numbers, inverses), self._in_order(turned, others))
+
+    def _in_order(self, numbers: torch.Tensor | None, inverses: torch.Tensor | None) -> Weights | None:
+        """Of what was made just now, an expert after the other."""
+        if numbers is None or inverses is None:
+            return None
+        key = numbers.shape[0], numbers.device
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = torch.arange(key[0], dtype=torch.int32, device=key[1])
+        return Weights(Experts(numbers, table), Experts(inverses, table))
 
     def _get(self, compiles: Callable[..., Any], dtype: torch.dtype, scaling: BlockScaling, **ways: Any) -> Any:
         key = dtype, scaling.power_of_two, *ways.values()

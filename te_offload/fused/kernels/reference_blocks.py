@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
-from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
+from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights, Parts
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.reference_formats import Format, make_format
 from te_offload.ops.scaling import BlockScaling
+
+SQUARE = 128
+"""Numbers each way that share a scale in weights of FP8 by blocks."""
 
 
 class ReferenceBlockKernels(ReferenceKernels):
@@ -24,8 +27,15 @@ class ReferenceBlockKernels(ReferenceKernels):
         """See `BlockKernels.block_weights`. Dense again: nobody keeps them."""
         form = make_format(scaling)
         rows = [_there_and_back(form, weight, by_column=False) for weight in weights]
-        columns = [_there_and_back(form, weight, by_column=True).t() for weight in weights] if by_column else None
+        columns = None
+        if by_column:  # as `take_block_weights` has them, for products with the same bits
+            columns = [_there_and_back(form, weight, by_column=True).t().contiguous() for weight in weights]
         return BlockWeights(rows, columns)
+
+    def take_block_weights(self, name: str, rows: Parts, columns: Parts | None) -> BlockWeights:
+        """See `BlockKernels.take_block_weights`."""
+        found = [None if parts is None else _of_squares(*parts) for parts in (rows, columns)]
+        return BlockWeights(*found)
 
     def block_rows(
         self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool, saved: bool = False
@@ -149,3 +159,13 @@ def _dense(x: BlockNumbers, offsets: torch.Tensor, *, by_column: bool) -> list[t
 def _there_and_back(form: Format, weight: torch.Tensor, *, by_column: bool) -> torch.Tensor:
     shape = weight.shape[0], weight.shape[1]
     return form.dense(form.quantize(weight, by_column=by_column), shape, by_column=by_column)
+
+
+def _of_squares(numbers: Sequence[torch.Tensor], inverses: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Dense again, of FP8 in square blocks."""
+    found = []
+    for one, scales in zip(numbers, inverses, strict=True):
+        rows, columns = one.shape
+        every = scales.repeat_interleave(SQUARE, 0).repeat_interleave(SQUARE, 1)
+        found.append(one.view(torch.float8_e4m3fn).float() * every[:rows, :columns])
+    return found

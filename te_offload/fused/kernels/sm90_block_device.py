@@ -4,8 +4,9 @@ In: nothing when imported. Out: kernel classes, which `sm90_blocks` compiles and
 along K; a tile's K is a block; what tensor cores add up over it is multiplied by both operands' inverse scales and added in
 float32, as cuBLAS does with ``use_split_accumulator``. Does not: launch, quantize, or choose tiles. Needs quack-kernels.
 
-``a_scales`` are (K / 128, T) by row, or (blocks, rows) of a weight gradient; ``b_scales`` (N, columns / 128, K / 128), or
-(blocks, columns). ``starts`` (N + 1,) are the experts' first tokens, padded ones where they lie along K.
+``a_scales`` are (K / 128, T) by row, or (blocks, rows) of a weight gradient; ``b_scales`` (J, columns / 128, K / 128),
+through ``scale_table`` as the weights go through theirs, or (blocks, columns). ``starts`` (N + 1,) are the experts' first
+tokens, padded ones where they lie along K.
 
 QuACK's main loop knows neither which tile it works on nor the epilogue's arguments. So scales go into the kernel with
 operand B, which is an object of ours anyway (see `sm90_device`), and the tile's place is noted when the loop over tiles
@@ -33,6 +34,7 @@ from te_offload.fused.kernels.sm90_device import (
     SCALE,
     ByExpert,
     GradsByTable,
+    WeightsByTable,
     linear,
     make_kernel,
     squared_relu,
@@ -41,6 +43,7 @@ from te_offload.fused.kernels.sm90_fp8_device import PaddedColumns
 from te_offload.fused.kernels.sm90_sums import SplitSums
 
 BLOCK = 128
+SCALE_TABLE = "scale_table"
 _WARP = 32
 
 
@@ -70,7 +73,7 @@ class _Work(WorkTileInfo):  # type: ignore[misc]
 
 
 class _Operand(ByExpert):
-    """B, with more tensors beside it, and without a table."""
+    """B, which may go through a table of its own, with more tensors beside it."""
 
     def __init__(self, tensor: Any, more: list[Any], noted: _Noted) -> None:
         super().__init__(tensor, None)
@@ -121,9 +124,11 @@ class _Argument(EpiOp):  # type: ignore[misc]
 class _Scaled(SplitSums):
     """What is added is scaled."""
 
+    _beside: tuple[str, ...] = ("a_scales", "b_scales", "starts")
+
     def _setup_attributes(self, epilogue_args: Any) -> None:
         self._noted = _Noted()
-        self._more = [getattr(epilogue_args, name) for name in ("a_scales", "b_scales", "starts")]
+        self._more = [getattr(epilogue_args, name) for name in self._beside]
         super()._setup_attributes(epilogue_args)  # type: ignore[misc]
 
     def make_tma_load_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,8 +171,10 @@ class _Scaled(SplitSums):
                                 acc_slow[at] = acc_slow[at] + acc[at] * (by_row[r, m] * by_column[i, j, n])
 
 
-class RowScales(_Scaled):
-    """A's are by row, B's one a tile; experts' weights lie one behind the other."""
+class RowScales(_Scaled, WeightsByTable):
+    """A's are by row, B's one a tile."""
+
+    _beside = (*_Scaled._beside, SCALE_TABLE)
 
     def count(self, acc: Any) -> Any:
         """Scales of a thread for a tile of K: its rows', and the weight's."""
@@ -176,9 +183,9 @@ class RowScales(_Scaled):
 
     @cute.jit
     def places(self, acc, coords):
-        """Of each row of the fragment in A."""
+        """Of each row of the fragment in A, and which of B's."""
         tile = self._noted.tile
-        starts = self._noted.operand.more[2]
+        _, _, starts, scale_table = self._noted.operand.more
         begin = starts[tile[3]] + tile[0] * self.cta_tile_shape_mnk[0]
         last = starts[tile[3] + 1] - 1
         count = const_expr(cute.size(acc.shape, mode=[1]))
@@ -186,18 +193,18 @@ class RowScales(_Scaled):
         for m in cutlass.range_constexpr(count):
             for r in cutlass.range_constexpr(2):
                 rows[r, m] = cutlass.min(begin + coords[(0, r, 0), m, 0][0], last)
-        return rows
+        return rows, scale_table[tile[3]]
 
     @cute.jit
-    def load(self, found, acc, rows, k_tile):
+    def load(self, found, acc, places, k_tile):
         """Begin to load those of a tile of K."""
-        tile = self._noted.tile
-        a_scales, b_scales, _ = self._noted.operand.more
+        rows, weight = places
+        a_scales, b_scales, _, _ = self._noted.operand.more
         count = const_expr(cute.size(acc.shape, mode=[1]))
         for m in cutlass.range_constexpr(count):
             for r in cutlass.range_constexpr(2):
                 found[2 * m + r] = a_scales[k_tile, rows[r, m]]
-        found[2 * count] = b_scales[tile[3], tile[1], k_tile]
+        found[2 * count] = b_scales[weight, self._noted.tile[1], k_tile]
 
     @cute.jit
     def factors(self, acc, now):
@@ -275,7 +282,12 @@ def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) 
 
 
 _STARTS = _Argument("starts", Int32, 1)
-_BY_ROW = _Argument("a_scales", Float32, 2), _Argument("b_scales", Float32, 3), _STARTS
+_BY_ROW = (
+    _Argument("a_scales", Float32, 2),
+    _Argument("b_scales", Float32, 3),
+    _STARTS,
+    _Argument(SCALE_TABLE, Int32, 1),
+)
 WGRAD_ARGUMENTS = _Argument("a_scales", Float32, 2), _Argument("b_scales", Float32, 2), _STARTS
 
 
@@ -283,15 +295,14 @@ def _make(name: str, *args: Any, **kwargs: Any) -> None:
     globals()[name] = make_kernel(name, *args, **kwargs, module=__name__)
 
 
-_make("BlockGemm", linear, ops=_BY_ROW, by_table=RowScales, table=False)
-_make("BlockBiasGemm", linear, ops=(*_BY_ROW, BIAS), operands=(ROW,), by_table=RowScales, table=False)
+_make("BlockGemm", linear, ops=_BY_ROW, by_table=RowScales)
+_make("BlockBiasGemm", linear, ops=(*_BY_ROW, BIAS), operands=(ROW,), by_table=RowScales)
 _make(
     "BlockScaledBiasGemm",
     linear,
     ops=(*_BY_ROW, BIAS, SCALE),
     operands=(ROW, COLUMN),
     by_table=RowScales,
-    table=False,
 )
 for _adds in (False, True):
     _make(
@@ -310,5 +321,4 @@ for _with_tanh in (False, True):
         operands=(("c", "c"), COLUMN, *(NUMBERS if _with_tanh else ())),
         sinks=("dscale",),
         by_table=RowScales,
-        table=False,
     )

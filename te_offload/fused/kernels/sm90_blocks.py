@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from te_offload.fused.kernels import blocks, fp8, sm90_block_device, sm90_device
-from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
+from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights, Parts
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.sm90 import Sm90Kernels
@@ -42,6 +42,18 @@ class Sm90BlockKernels(Sm90Kernels):
     def block_weights(self, weights: Experts, scaling: BlockScaling, *, by_column: bool) -> BlockWeights:
         """See `BlockKernels.block_weights`."""
         return self._quantizers.weights(weights, scaling, by_column=by_column)
+
+    def take_block_weights(self, name: str, rows: Parts, columns: Parts | None) -> BlockWeights:
+        """See `BlockKernels.take_block_weights`."""
+        found: list[blocks.Weights | None] = []
+        for way, parts in (("as they lie", rows), ("the other way round", columns)):
+            if parts is None:
+                found.append(None)
+            else:
+                numbers, inverses = parts
+                of_both = self.prepare(f"{name}, {way}", numbers), self.prepare(f"{name}' scales, {way}", inverses)
+                found.append(blocks.Weights(*of_both))
+        return BlockWeights(*found)
 
     def block_rows(
         self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool, saved: bool = False
@@ -83,7 +95,7 @@ class Sm90BlockKernels(Sm90Kernels):
         scaling: BlockScaling,
     ) -> tuple[torch.Tensor, BlockNumbers]:
         """See `BlockKernels.fc1_blocks`."""
-        shape, device = (x.shape[0], weights.rows.numbers.shape[1]), x.numbers.device
+        shape, device = (x.shape[0], weights.rows.numbers.view.shape[1]), x.numbers.device
         act_input = torch.empty(shape, dtype=dtype, device=device)
         self.linear_blocks(x, weights.rows, act_input, offsets[0], bias=bias)
         if offsets[1] is not offsets[0]:  # FC2 may read rows that FC1 did not write
@@ -151,7 +163,8 @@ class Sm90BlockKernels(Sm90Kernels):
         values: dict[str, Any],
         offsets: torch.Tensor,
     ) -> None:
-        numbers = weights.numbers.view(_E4M3)
-        values = values | {"a_scales": x.scales, "b_scales": weights.inverses, "starts": offsets}
-        kernel = getattr(sm90_block_device, name)
-        self._launch(kernel, _BY_ROW, x.numbers.view(_E4M3).view(x.shape), numbers, out, c, values, offsets)
+        numbers, inverses = weights.numbers, weights.inverses
+        values = values | {"a_scales": x.scales, "b_scales": inverses.view, "starts": offsets}
+        values |= {sm90_device.TABLE: numbers.table, sm90_block_device.SCALE_TABLE: inverses.table}
+        kernel, rows = getattr(sm90_block_device, name), x.numbers.view(_E4M3).view(x.shape)
+        self._launch(kernel, _BY_ROW, rows, numbers.view.view(_E4M3), out, c, values, offsets)

@@ -15,8 +15,10 @@ from transformer_engine.pytorch.ops.op import OperationContext
 from te_offload.ops.te_adapter.blocks import (
     block_format,
     block_scaling,
+    block_weights,
     columns_of,
     grouped_columns,
+    is_block_weight,
     nvfp4_numbers,
     nvfp4_reference,
 )
@@ -88,6 +90,7 @@ __all__ = [
     "any_marked_not_offload",
     "block_format",
     "block_scaling",
+    "block_weights",
     "bring_carried",
     "buffers_of",
     "columns_of",
@@ -107,6 +110,7 @@ __all__ = [
     "grouped_columns",
     "grouped_path_supported",
     "installed_version",
+    "is_block_weight",
     "is_distributed_weight",
     "is_fp8_weight",
     "is_grouped_tensor",

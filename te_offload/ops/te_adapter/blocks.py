@@ -6,13 +6,19 @@ buffers again. Keeps true: state stays Transformer Engine's. Does not: quantize.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils
-from transformer_engine.pytorch.tensor import Float8BlockQuantizer, GroupedTensorStorage, MXFP8Quantizer, NVFP4Quantizer
+from transformer_engine.pytorch.tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    GroupedTensorStorage,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 
 from te_offload.ops.scaling import BlockFormat, BlockScaling, LinearBlockScaling
 
@@ -59,6 +65,37 @@ def _scaling(quantizer: Any) -> BlockScaling | str:
             hadamard=quantizer.with_rht and quantizer.columnwise_usage,
         )
     return f"quantizers of {type(quantizer).__name__}"
+
+
+def is_block_weight(weight: torch.Tensor) -> bool:
+    """Whether a weight is FP8 (E4M3) in square blocks, as it lies."""
+    return (
+        isinstance(weight, Float8BlockwiseQTensor)
+        and weight._rowwise_data is not None
+        and weight._is_2D_scaled
+        and DType.cast(weight._fp8_dtype) == DType.kFloat8E4M3
+    )
+
+
+_Parts = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+def block_weights(weights: Sequence[Any], *, columns: bool) -> tuple[_Parts, _Parts | None]:
+    """FP8 weights in square blocks, as they lie, and the other way round if asked for: of each its bytes (rows, columns)
+    and its inverse scales (rows / 128, columns / 128), rows of which may be longer.
+
+    Whoever quantized the weights may have made both; else the second one is made now, and kept as long as it is right.
+    """
+    rows: _Parts = [], []
+    turned: _Parts = [], []
+    for weight in weights:
+        rows[0].append(weight._rowwise_data)
+        rows[1].append(weight._rowwise_scale_inv)
+        if columns:
+            weight.update_usage(rowwise_usage=True, columnwise_usage=True)
+            turned[0].append(weight._columnwise_data)
+            turned[1].append(weight._columnwise_scale_inv)
+    return rows, turned if columns else None
 
 
 def grouped_columns(
