@@ -20,9 +20,11 @@ def _all(call: Callable[..., int], *before: Any) -> list[int]:
     """What a function of the CUDA runtime lists: it is asked for the number, then for the list."""
     count = ctypes.c_size_t()
     empty = [None] * (len(call.argtypes) - len(before) - 1)  # type: ignore[attr-defined]
-    assert call(*before, *empty, ctypes.byref(count)) == 0
+    assert (error := call(*before, *empty, ctypes.byref(count))) == 0, error
+    if not count.value:
+        return []
     found = (ctypes.c_void_p * count.value)()
-    assert call(*before, found, *empty[1:], ctypes.byref(count)) == 0
+    assert (error := call(*before, found, *empty[1:], ctypes.byref(count))) == 0, error
     return [one or 0 for one in found]
 
 
