@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sass import tensor_core_instructions
+from tests.support.sass import parts_that_wait_first, tensor_core_instructions
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("bf16", "others", "fp8", "blocks")
@@ -89,4 +89,18 @@ def test_no_kernel_waits_after_each_instruction_for_the_tensor_cores(running: Ru
         count, groups = tensor_core_instructions(kernel)
         assert groups * 4 <= count, (kernel.name, count, groups)  # a tile of K is four
         seen += count > 0
+    assert seen > 0
+
+
+@pytest.mark.parametrize("part", PARTS[1:])
+def test_no_warp_of_a_product_touches_memory_before_the_kernels_ahead_are_over(running: Running, part: str) -> None:
+    """They may begin before that (programmatic dependent launch), and QuACK lets only warps that load operands wait."""
+    pytest.importorskip("triton")
+    for one in PARTS:
+        compiled(running, one)
+    seen = 0
+    for kernel in running[part][1].rglob("*.o"):
+        if tensor_core_instructions(kernel)[0]:
+            assert parts_that_wait_first(kernel) == [True, True], kernel.name  # those that load, and those that multiply
+            seen += 1
     assert seen > 0

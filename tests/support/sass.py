@@ -29,3 +29,16 @@ def tensor_core_instructions(kernel: Path) -> tuple[int, int]:
     """How many there are, and how many of them end a group that something waits for."""
     found = re.findall(r"\b[HQ]GMMA\..*", instructions(kernel))
     return len(found), sum("gsb0" in one for one in found)
+
+
+def parts_that_wait_first(kernel: Path) -> list[bool]:
+    """For each part of a GEMM's warps: whether they wait for the kernels before this one (``ACQBULK``) before they read or
+    write the GPU's memory. A part begins where its warps ask for more registers or give some back; before the first part
+    nobody may touch memory at all.
+    """
+    code = instructions(kernel)
+    before, *parts = re.split(r"\bUSETMAXREG\b", code)
+    memory = re.compile(r"\b(?:LDG|STG|LDGSTS|ATOMG|UTMALDG|UTMASTG|UTMAREDG)\b")
+    if memory.search(before):
+        return [False]
+    return [("ACQBULK" in part[: found.start()]) for part in parts if (found := memory.search(part))]

@@ -107,6 +107,28 @@ class _TableFound:
         super()._setup_attributes(epilogue_args)  # type: ignore[misc]
 
 
+class _AfterWorkBefore:
+    """Mixin before QuACK's GEMM: no warp asks for its first tile before the kernels before this one are over.
+
+    QuACK launches its GEMMs so that they may begin while the kernel before them ends (CUDA's programmatic dependent
+    launch), and lets only the warps that load operands wait for its end. The other warps find their first tile by
+    themselves: from offsets that the kernel before may just have written, or of no tokens, whose zeros are then stored
+    where that kernel may still read.
+    """
+
+    def get_scheduler_class(self, varlen_m: bool = False) -> Any:
+        """QuACK's."""
+        base = super().get_scheduler_class(varlen_m)  # type: ignore[misc]
+
+        class Scheduler(base):  # type: ignore[misc]
+            @classmethod
+            def create(cls, *args: Any, **kwargs: Any) -> Any:
+                cute.arch.griddepcontrol_wait()
+                return super().create(*args, **kwargs)
+
+        return Scheduler
+
+
 class WeightsByTable(_TableFound):
     """Operand B goes through the table."""
 
@@ -163,7 +185,7 @@ def make_kernel(
     arguments.add_to_output = adds  # type: ignore[attr-defined]
     return type(
         name,
-        (*mixins, by_table, _EpiModMixinBase, GemmSm90),
+        (*mixins, by_table, _AfterWorkBefore, _EpiModMixinBase, GemmSm90),
         {
             "__module__": module,
             "__qualname__": name,
