@@ -101,6 +101,8 @@ def test_no_warp_of_a_product_touches_memory_before_the_kernels_ahead_are_over(r
     seen = 0
     for kernel in running[part][1].rglob("*.o"):
         if tensor_core_instructions(kernel)[0]:
-            assert parts_that_wait_first(kernel) == [True, True], kernel.name  # those that load, and those that multiply
+            assert parts_that_wait_first(kernel) == [True, True], (
+                kernel.name
+            )  # those that load, and those that multiply
             seen += 1
     assert seen > 0
