@@ -164,7 +164,6 @@ def make_kernel(
     outputs: Sequence[str] = (),
     sinks: Sequence[str] = (),
     by_table: type[Any] = WeightsByTable,
-    table: bool = True,
     adds: bool = False,
     mixins: Sequence[type[Any]] = (),
     module: str = __name__,
@@ -174,10 +173,10 @@ def make_kernel(
     Args:
         name: the class's. epilogue: a function of the accumulator and the operands, element by element.
         ops: load and store the operands and outputs. operands: names and kinds. outputs, sinks: names of what the epilogue
-            returns beside ``D``. by_table: which operand goes through the table. table: whether one does.
+            returns beside ``D``. by_table: which operand goes through the table.
         adds: ``D`` is added to what is there. mixins: before all others. module: where the class is to be found.
     """
-    every = (*ops, _TableArgument(TABLE)) if table else tuple(ops)
+    every = (*ops, _TableArgument(TABLE))
     fields = [(op.name, op.arg_spec_type()) for op in every] + [(field, _OPTIONAL_TENSOR) for field in _SPLIT_K]
     arguments = NamedTuple("EpilogueArguments", fields)  # type: ignore[misc]
     arguments.__new__.__defaults__ = (None,) * len(fields)  # type: ignore[attr-defined]
