@@ -15,7 +15,7 @@ import torch
 
 from te_offload.fused.kernels import block_device, sm90_compile
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
-from te_offload.fused.kernels.experts import Experts
+from te_offload.fused.kernels.experts import Experts, ExpertsCache
 from te_offload.fused.kernels.fp8 import padded_tokens
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.progress import said_if_slow
@@ -43,7 +43,7 @@ class Quantizers:
 
     def __init__(self) -> None:
         self._functions: dict[Any, Any] = {}
-        self._tables: dict[Any, torch.Tensor] = {}
+        self._experts = ExpertsCache()
 
     def rows(
         self,
@@ -98,11 +98,7 @@ class Quantizers:
         """Of what was made just now, an expert after the other."""
         if numbers is None or inverses is None:
             return None
-        key = numbers.shape[0], numbers.device
-        table = self._tables.get(key)
-        if table is None:
-            table = self._tables[key] = torch.arange(key[0], dtype=torch.int32, device=key[1])
-        return Weights(Experts(numbers, table), Experts(inverses, table))
+        return Weights(self._experts.get("numbers", numbers), self._experts.get("inverse scales", inverses))
 
     def _get(self, compiles: Callable[..., Any], dtype: torch.dtype, scaling: BlockScaling, **ways: Any) -> Any:
         key = dtype, scaling.power_of_two, *ways.values()
