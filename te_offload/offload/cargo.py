@@ -7,7 +7,7 @@ only along `states.TRANSITIONS`; while a copy out reads the tensors, the cargo h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +31,13 @@ class Lot:
         nbytes: length of the allocation. memory: the allocation while the cargo holds it.
         shape: size, stride and dtype of the allocation, where one tensor is all of it; ``None``: bytes.
         untaken: handles with bytes in it that have not handed their tensors over.
+        home: gives the memory where the bytes were before, if they come back to there and still can; see `mover.Home`.
     """
 
-    __slots__ = ("_cut", "_typed", "memory", "nbytes", "shape", "untaken")
+    __slots__ = ("_cut", "_typed", "home", "memory", "nbytes", "shape", "untaken")
 
     def __init__(self) -> None:
+        self.home: Callable[[], torch.Tensor | None] | None = None
         self.nbytes = 0
         self.memory: torch.Tensor | None = None
         self.shape: tuple[Sequence[int], Sequence[int], torch.dtype] | None = None
@@ -45,6 +47,11 @@ class Lot:
 
     def allocate(self, device: torch.device) -> None:
         """Take device memory."""
+        if self.home is not None:
+            self.memory = self.home()
+            if self.memory is not None:
+                self.shape = None
+                return
         if self.shape is None:
             length = -(-self.nbytes // _WIDEST) * _WIDEST
             self.memory = torch.empty(length, dtype=torch.uint8, device=device)

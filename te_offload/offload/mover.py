@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -41,11 +41,13 @@ class Counts:
 class Home(Protocol):
     """Addresses to which tensors come back."""
 
-    def covers(self, address: int) -> bool:
-        """Whether an address is one of them."""
+    def place_of(self, begin: int, nbytes: int) -> Callable[[], torch.Tensor | None] | None:
+        """To be asked while a tensor lies at some addresses, which may be others' once it is gone.
 
-    def bytes_at(self, begin: int, nbytes: int) -> torch.Tensor:
-        """Some of them, as a tensor of bytes, which work queued from now on may write."""
+        Returns:
+            if they are the home's: gives them, as a tensor of bytes that work queued from then on may write, or ``None``
+            if they are the home's no more.
+        """
 
 
 class Mover:
@@ -83,6 +85,8 @@ class Mover:
         """Start the copy out of a cargo, whose lease and whose `ready` mark are there."""
         assert cargo.lease is not None and cargo.ready is not None
         cargo.sources = [tensor for user in users for tensor in user.tensors or ()]
+        if self.homes:
+            self._note_homes(cargo)
         if self._ranges:
             torch.cuda.nvtx.range_push(f"{cargo.name} out")
         try:
@@ -160,11 +164,8 @@ class Mover:
         if cargo.state is not SlotState.ON_HOST:
             return
         assert cargo.out is not None
-        if self.homes:
-            self._occupy_homes(cargo)
         for lot in cargo.lots:
-            if lot.memory is None:
-                lot.allocate(self.device)
+            lot.allocate(self.device)
         if torch.are_deterministic_algorithms_enabled():
             free = self.transfer.mark()  # new memory was filled with NaN, on the compute stream and after `free`
         if self._ranges:
@@ -182,13 +183,12 @@ class Mover:
         self.counts.bytes_back += cargo.copied
         self.counts.copies_back += len(cargo.runs)
 
-    def _occupy_homes(self, cargo: Cargo) -> None:
-        """What a layer's graph has saved comes back to where the graph will read it."""
+    def _note_homes(self, cargo: Cargo) -> None:
+        """What a layer's graph has saved will come back to where the graph reads it."""
         for (address, nbytes), (lot, begin) in zip(cargo.runs, cargo.places, strict=True):
             if lot.nbytes == begin + nbytes and begin < ALIGNMENT:  # nothing else is in the lot
-                for home in self.homes:
-                    if home.covers(address):
-                        lot.shape, lot.memory = None, home.bytes_at(address - begin, lot.nbytes)
+                places = [home.place_of(address - begin, lot.nbytes) for home in self.homes]
+                lot.home = next((place for place in places if place is not None), None)
 
     def recall(self, cargo: Cargo) -> None:
         """The backward needs what has not left the device yet: its tensors stay."""

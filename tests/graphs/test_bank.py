@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from te_offload.errors import StateError
 from te_offload.graphs.layers.bank import LARGEST, Bank, Zone
 from te_offload.graphs.layers.items import Extents, grouped, made
 from te_offload.graphs.layers.space import Extent, Space, tensor_of
@@ -243,7 +244,8 @@ def test_tensor_keeps_its_addresses_in_memory_as_long_as_it_lives() -> None:
     tensor = tensor_of(space.storage(begin + 2 * MIB, MIB), torch.float32, (4, 8), (8, 1), 512)
     tensor.fill_(3)
     assert tensor.data_ptr() == begin + 2 * MIB + 512 and tensor._base is None
-    assert space.covers(tensor.data_ptr()) and not space.covers(begin - 1)
+    assert space.place_of(tensor.data_ptr(), 128) is not None
+    assert space.place_of(begin - 1, 128) is None and space.place_of(begin + 6 * MIB - 64, 128) is None
     view = tensor[1:]
     del tensor
     bank.order(clock.mark)
@@ -265,6 +267,36 @@ def test_bytes_written_to_one_zone_do_not_reach_another_that_has_memory() -> Non
     other = space.bytes_at(second, MIB).fill_(2)  # in the memory that the first one had
     again = space.bytes_at(first, MIB).fill_(3)
     assert other.unique().tolist() == [2] and again.unique().tolist() == [3] and bank.held == 4 * MIB
+
+
+def test_place_of_a_tensor_is_gone_with_its_segment_also_when_another_segment_has_its_addresses() -> None:
+    bank, memory, clock = make_bank()
+    space = Space(torch.device("cpu"), bank)
+    begin = space.add_segment(2 * MIB)
+    place = space.place_of(begin, MIB)
+    assert place is not None
+    one = place()
+    assert one is not None and (one.data_ptr(), one.nbytes) == (begin, MIB)
+    del one
+    gc.collect()
+    bank.order(clock.mark)
+    bank.take_back(space.zones_of(begin)[0])
+    space.drop_segment(begin)
+    assert place() is None
+    memory.reserve = lambda nbytes: begin  # type: ignore[method-assign]
+    assert space.add_segment(2 * MIB) == begin
+    assert place() is None and space.place_of(begin, MIB) is not None
+
+
+def test_scratch_memory_of_graphs_is_given_to_no_tensor() -> None:
+    bank, _, _ = make_bank()
+    space = Space(torch.device("cpu"), bank)
+    first, second = (space.add_segment(2 * MIB) for _ in range(2))
+    for segment in (first, second):
+        bank.share(space.zones_of(segment))
+    for segment in (first, second):
+        with pytest.raises(StateError, match=f"2097152 bytes at {segment:#x} are scratch memory"):
+            space.bytes_at(segment, MIB)
 
 
 def test_items_are_made_again_over_the_same_memory() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from te_offload.errors import StateError
 from te_offload.graphs.layers.virtual import VirtualMemory
 from te_offload.offload.transfer import Mark
 
@@ -91,6 +92,7 @@ class Bank:
         self._free: dict[int, dict[int, Piece]] = {}  # by length, then by memory, the one that is free longest first
         self._dropped: collections.deque[Sequence[Zone]] = collections.deque()
         self._left: list[Zone] = []
+        self._graphs = Zone(0, 0)  # whose the scratch memory is
         self._scratch: list[Piece] = []
         self._scratch_zones: set[int] = set()
 
@@ -112,6 +114,7 @@ class Bank:
 
         Raises:
             torch.OutOfMemoryError: the device has no more memory.
+            StateError: a zone is scratch memory of graphs, which no tensor may have.
         """
         for zone in zones:
             if not zone.has_memory:
@@ -163,7 +166,7 @@ class Bank:
                     piece = left[length].pop()
                 else:
                     piece = self._take(length)
-                    piece.user = zone
+                    piece.user = self._graphs
                     self._scratch.append(piece)
                     self._count_used(length)
                 pieces.append(piece)
@@ -205,6 +208,11 @@ class Bank:
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def _fill(self, zone: Zone) -> None:
+        if zone.begin in self._scratch_zones:
+            raise StateError(
+                f"{zone.nbytes} bytes at {zone.begin:#x} are scratch memory of layers' graphs, where no tensor may lie. "
+                "This is an error of te_offload; please report it."
+            )
         if zone.pieces and all(piece.user is None for piece in zone.pieces):
             for piece in zone.pieces:  # nobody has had it since
                 del self._free[piece.length][piece.memory]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,9 +148,14 @@ class Space:
 
     # A place for what comes back: see `offload.mover.Home` ----------------------------------------------------------
 
-    def covers(self, address: int) -> bool:
-        """Whether an address is one of these."""
-        return bool(self.zones(address, 1))
+    def place_of(self, begin: int, nbytes: int) -> Callable[[], torch.Tensor | None] | None:
+        """See `offload.mover.Home.place_of`. Addresses whose segment has gone since are others', also when another segment
+        has them again.
+        """
+        zones = self.zones(begin, nbytes)
+        if not zones or zones[0].begin > begin or zones[-1].end < begin + nbytes:
+            return None
+        return lambda: self.bytes_at(begin, nbytes) if self.zones(begin, nbytes) == zones else None
 
     def bytes_at(self, begin: int, nbytes: int) -> torch.Tensor:
         """Some addresses as a tensor of bytes."""
