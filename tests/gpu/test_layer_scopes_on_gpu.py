@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from te_offload import Fate, OffloadSession, Reason
 from te_offload.fused import hopper
 from te_offload.graphs import capture_layers
+from te_offload.graphs.layers.virtual import CudaVirtualMemory
 from tests.support.layer_stack import EXPERTS, FFN, HIDDEN, TOKENS, batches, captured, grads
 from tests.support.mlp import assert_same_bits, make_mlp
 
@@ -124,4 +127,66 @@ def test_scopes_of_a_transformer_layer_are_captured_with_eager_neighbours_and_of
             assert rows["fc1_input"].reason is Reason.CROSSES_BORDER
         else:
             assert rows["fc1_input"].fate is Fate.OFFLOADED
+    session.close()
+
+
+class Neighbour(torch.nn.Module):
+    """Not captured; saves a tensor of 32 MiB, which has a segment of torch's allocator to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.linspace(1, 2, 4 * HIDDEN, device="cuda"))
+        self.saved_at = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float().repeat(1, 4)
+        self.saved_at = wide.data_ptr()
+        return (wide * self.scale).view(TOKENS, 4, HIDDEN).sum(1).bfloat16()
+
+
+def test_saved_tensor_of_a_neighbour_keeps_out_of_addresses_that_a_graph_has_got_meanwhile() -> None:
+    """Before a capture torch gives freed memory back to the driver, which is asked for the same addresses here."""
+    stacks, neighbours = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        neighbours.append(Neighbour())
+        norm = torch.nn.RMSNorm(HIDDEN, device="cuda", dtype=torch.bfloat16)
+        stacks.append(torch.nn.ModuleList([neighbours[-1], norm, Attention()]))
+    session = OffloadSession(stacks[1], min_bytes="1MiB", max_in_flight=0)
+    with capture_layers([stacks[1][2]], session=session, warmup=1) as graphs:
+        space = graphs._ground.space
+        memory = space.bank.memory
+        assert isinstance(memory, CudaVirtualMemory)
+        reserve = memory.reserve
+        got: list[int] = []
+
+        def reserve_there(nbytes: int) -> int:
+            if got:
+                return reserve(nbytes)
+            found, wanted = ctypes.c_ulonglong(), neighbours[1].saved_at
+            sizes = ctypes.c_size_t(nbytes), ctypes.c_size_t(memory.granule)
+            place = ctypes.c_ulonglong(wanted), ctypes.c_ulonglong(0)
+            memory._check("cuMemAddressReserve", ctypes.byref(found), *sizes, *place)
+            if found.value == wanted:
+                got.append(wanted)
+            return found.value
+
+        memory.reserve = reserve_there  # type: ignore[method-assign]
+        for x, _, _ in batches(4):
+            results = []
+            for number, stack in enumerate(stacks):
+                stack.zero_grad()
+                with session.step() if number else contextlib.nullcontext():
+                    y = x
+                    for layer in stack:
+                        y = layer(y)
+                    y.float().square().mean().backward()
+                results.append((y.detach().clone(), grads(stack)))
+                del y
+            assert torch.equal(results[0][0], results[1][0])
+            assert_same_bits(results[0][1], results[1][1])
+        captured(graphs)
+        assert got and space.zones(got[0], 1)
+        rows = [row for row in session.records[-1].slots if row.layer == "layer0" and row.nbytes >= 32 << 20]
+        assert rows and rows[0].fate is Fate.OFFLOADED, session.report()
     session.close()
