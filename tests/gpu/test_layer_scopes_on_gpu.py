@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from te_offload import Fate, OffloadSession, Reason
 from te_offload.fused import hopper
 from te_offload.graphs import capture_layers
-from te_offload.graphs.layers.virtual import CudaVirtualMemory
+from te_offload.graphs.layers.space import storage_over, tensor_of
 from tests.support.layer_stack import EXPERTS, FFN, HIDDEN, TOKENS, batches, captured, grads
 from tests.support.mlp import assert_same_bits, make_mlp
 
@@ -130,22 +130,30 @@ def test_scopes_of_a_transformer_layer_are_captured_with_eager_neighbours_and_of
     session.close()
 
 
+WIDE = TOKENS * 4 * HIDDEN * 4  # bytes
+
+
 class Neighbour(torch.nn.Module):
-    """Not captured; saves a tensor of 32 MiB, which has a segment of torch's allocator to itself."""
+    """Not captured; saves one tensor, where it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.linspace(1, 2, 4 * HIDDEN, device="cuda"))
-        self.saved_at = 0
+        self.address: int | None = None
+        self.freed: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float().repeat(1, 4)
-        self.saved_at = wide.data_ptr()
+        if self.address is not None:
+            place = torch.nn.Module()  # any object that can be watched
+            weakref.finalize(place, self.freed.append, self.address)
+            storage = storage_over(self.address, WIDE, wide.device, place)
+            wide = tensor_of(storage, wide.dtype, wide.size(), wide.stride(), 0).copy_(wide)
         return (wide * self.scale).view(TOKENS, 4, HIDDEN).sum(1).bfloat16()
 
 
 def test_saved_tensor_of_a_neighbour_keeps_out_of_addresses_that_a_graph_has_got_meanwhile() -> None:
-    """Before a capture torch gives freed memory back to the driver, which is asked for the same addresses here."""
+    """Before a capture freed memory goes back to the driver, which may hand out the same addresses."""
     stacks, neighbours = [], []
     for _ in range(2):
         torch.manual_seed(0)
@@ -156,23 +164,27 @@ def test_saved_tensor_of_a_neighbour_keeps_out_of_addresses_that_a_graph_has_got
     with capture_layers([stacks[1][2]], session=session, warmup=1) as graphs:
         space = graphs._ground.space
         memory = space.bank.memory
-        assert isinstance(memory, CudaVirtualMemory)
-        reserve = memory.reserve
-        got: list[int] = []
+        reserve, free = memory.reserve, memory.free
+        there, piece = reserve(WIDE), memory.create(WIDE)
+        assert piece is not None
+        memory.map(there, [(piece, WIDE)])
+        given: list[int] = []
 
         def reserve_there(nbytes: int) -> int:
-            if got:
+            if not neighbours[1].freed or given:
                 return reserve(nbytes)
-            found, wanted = ctypes.c_ulonglong(), neighbours[1].saved_at
-            sizes = ctypes.c_size_t(nbytes), ctypes.c_size_t(memory.granule)
-            place = ctypes.c_ulonglong(wanted), ctypes.c_ulonglong(0)
-            memory._check("cuMemAddressReserve", ctypes.byref(found), *sizes, *place)
-            if found.value == wanted:
-                got.append(wanted)
-            return found.value
+            torch.cuda.synchronize()
+            memory.unmap(there, WIDE)
+            given.append(nbytes)
+            return there
+
+        def free_there(address: int, nbytes: int) -> None:
+            free(address, WIDE if address == there else nbytes)
 
         memory.reserve = reserve_there  # type: ignore[method-assign]
-        for x, _, _ in batches(4):
+        memory.free = free_there  # type: ignore[method-assign]
+        for step, (x, _, _) in enumerate(batches(4)):
+            neighbours[1].address = there if step == 1 else None  # in whose forward the graphs are captured
             results = []
             for number, stack in enumerate(stacks):
                 stack.zero_grad()
@@ -186,7 +198,8 @@ def test_saved_tensor_of_a_neighbour_keeps_out_of_addresses_that_a_graph_has_got
             assert torch.equal(results[0][0], results[1][0])
             assert_same_bits(results[0][1], results[1][1])
         captured(graphs)
-        assert got and space.zones(got[0], 1)
-        rows = [row for row in session.records[-1].slots if row.layer == "layer0" and row.nbytes >= 32 << 20]
+        assert given and given[0] <= WIDE and space.zones(there, 1)
+        rows = [row for row in session.records[-1].slots if row.layer == "layer0" and row.nbytes >= WIDE]
         assert rows and rows[0].fate is Fate.OFFLOADED, session.report()
+    memory.release(piece)
     session.close()

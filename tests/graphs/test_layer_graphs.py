@@ -18,7 +18,6 @@ from te_offload.errors import (
 )
 from te_offload.graphs import CaptureState, LayerGraphs, capture_layers
 from tests.support import toy_layer
-from tests.support.paged_memory import PagedMemory
 from tests.support.toy_layer import FakeGround, Machine, Toy, install
 
 WIDTH, ROWS = 256, 512
@@ -92,59 +91,6 @@ def test_session_takes_saved_tensors_between_the_graphs_and_they_are_back_where_
         assert record.bytes_out == record.bytes_back == 3 * saved * ROWS * WIDTH * 4  # the input crosses the border
         assert {row.fate for row in record.slots} == {Fate.OFFLOADED}
         assert len(homecomings) == (4 * 3 if saved == 1 else 0)
-
-
-class Neighbour(torch.nn.Module):
-    """A layer that is not captured, and saves one tensor in memory that it is given."""
-
-    def __init__(self, address: int) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.linspace(1, 2, WIDTH))
-        self.address = address
-        self.freed = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        saved = torch.empty_like(x) if not self.address else toy_layer.at(self.address, x.shape, self._count)
-        with torch.no_grad():
-            saved.copy_(x)
-        return saved * self.scale
-
-    def _count(self) -> None:
-        self.freed += 1
-
-
-def test_saved_tensor_of_a_neighbour_does_not_come_back_to_addresses_that_a_graph_has_taken_meanwhile(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before a capture freed memory goes back to the driver, which may hand out the same addresses."""
-    memory, nbytes = PagedMemory(), 2 << 20
-    address, piece = memory.reserve(nbytes), memory.create(nbytes)
-    assert piece is not None
-    first = Neighbour(0)
-    eager = torch.nn.ModuleList([Neighbour(0), Toy(WIDTH, machine)])
-    stack = torch.nn.ModuleList([first, Toy(WIDTH, machine)])
-    with OffloadSession(stack, min_bytes=0) as session, capture_layers([stack[1]], session=session, warmup=1) as graphs:
-        ground = ground_of(graphs)
-        reserve = ground.memory.reserve
-
-        def reserve_again(nbytes: int) -> int:
-            if not first.freed or not memory.mapped:
-                return reserve(nbytes)
-            memory.unmap(address, nbytes)  # nobody has it now
-            return address
-
-        monkeypatch.setattr(ground.memory, "reserve", reserve_again)
-        for number, x in enumerate(batches(2)):
-            if number == 1:  # in whose forward the graph is captured
-                memory.map(address, [(piece, nbytes)])
-                first.address = address
-            expected = run(eager, x)
-            with session.step():
-                assert torch.equal(expected, run(stack, x))
-            assert same(eager, stack)
-        assert graphs.captured and not memory.mapped and ground.space.zones(address, 1)
-        record = session.records[-1]
-        assert {row.fate for row in record.slots} == {Fate.OFFLOADED} and record.bytes_back == 2 * ROWS * WIDTH * 4
 
 
 @pytest.mark.parametrize("delay", [False, True])

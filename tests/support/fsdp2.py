@@ -57,6 +57,7 @@ def work(rank: int, ranks: int, device: str, file: str) -> None:
         if rank == 0:
             print(session.report())
             print(session.records[-1].bytes_out, "bytes out")
+    dist.barrier()  # no rank takes its threads down while another one still talks to it
     dist.destroy_process_group()
 
 
