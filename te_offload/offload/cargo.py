@@ -48,9 +48,12 @@ class Lot:
     def allocate(self, device: torch.device) -> None:
         """Take device memory."""
         if self.home is not None:
-            self.memory = self.home()
-            if self.memory is not None:
-                self.shape = None
+            memory = self.home()
+            if memory is not None:
+                if self.shape is not None:
+                    size, stride, dtype = self.shape
+                    memory = memory.view(dtype).as_strided(size, stride)
+                self.memory = memory
                 return
         if self.shape is None:
             length = -(-self.nbytes // _WIDEST) * _WIDEST

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_offload.offload.cargo import Cargo
-from te_offload.offload.extents import Runs, Strip, find_runs, lone, storage_key, strips_of
+from te_offload.offload.extents import ALIGNMENT, Run, Runs, Strip, find_runs, lone, storage_key, strips_of
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.saved import Part, Saved, SlotEntry, is_plain
 from te_offload.ops import te_adapter
@@ -49,12 +49,12 @@ class Load:
         entry: the slot. others: small slots that go with it.
         handles: its live handles; of a slot that goes, those whose bytes go with it, also from other slots.
         tensors: of the handles, one handle's behind the other's; dense ones if the slot may go.
-        strips: of the tensors, runs: of all strips, where they were needed.
+        strips: of the tensors, runs: of all strips, where they were needed. contiguous: it is one contiguous tensor.
         bases: for each strip what to add to its members to get numbers of tensors.
         cargo: carries the bytes, if the slot goes and has any of its own.
     """
 
-    __slots__ = ("_storages", "bases", "cargo", "entry", "handles", "others", "runs", "strips", "tensors")
+    __slots__ = ("_storages", "bases", "cargo", "contiguous", "entry", "handles", "others", "runs", "strips", "tensors")
 
     def __init__(self, entry: SlotEntry, handles: list[Saved]) -> None:
         self.entry = entry
@@ -66,6 +66,7 @@ class Load:
         self.strips: list[Strip] = []
         self.bases: list[int] = []
         self.runs: Runs | None = None
+        self.contiguous = False
         self.cargo: Cargo | None = None
         self.others: Sequence[Load] = ()
         self._storages: frozenset[int] | None = None
@@ -76,6 +77,8 @@ class Load:
         if self._storages is None:
             if len(self.strips) == 1:
                 self._storages = self.strips[0].storages
+            elif self.contiguous:
+                self._storages = frozenset((storage_key(self.tensors[0]),))
             elif self.strips:
                 self._storages = frozenset().union(*[strip.storages for strip in self.strips])
             else:
@@ -85,7 +88,7 @@ class Load:
     def measure(self, device: torch.device) -> Runs:
         """Find strips and runs of its tensors, which are dense."""
         if self.runs is None:
-            if len(self.tensors) == 1 and self.tensors[0].is_contiguous():
+            if self.contiguous or (len(self.tensors) == 1 and self.tensors[0].is_contiguous()):
                 strip, self.runs = lone(self.tensors[0])
                 self.strips, self.bases = [strip], [0]
             else:
@@ -96,8 +99,14 @@ class Load:
 
     def make_cargo(self, device: torch.device) -> None:
         """The cargo of its handles."""
-        runs = self.runs or self.measure(device)
         entry, others = self.entry, self.others
+        if self.contiguous and self.runs is None:
+            begin, nbytes = self.tensors[0].data_ptr(), entry.nbytes
+            if nbytes and not begin % ALIGNMENT:
+                entry.cargo = self.cargo = Cargo(entry.name, nbytes, (Run(begin, nbytes),))
+                entry.bytes_out = nbytes
+                return
+        runs = self.runs or self.measure(device)
         name = f"{entry.name} and {len(others)} more" if others else entry.name
         entry.cargo = self.cargo = cargo = Cargo(name, runs.covered, runs.runs, 1 + len(others))
         entry.bytes_out = cargo.copied
@@ -109,7 +118,10 @@ class Load:
     def put_on(self) -> list[Saved]:
         """Let the handles go with the cargo; those that do. The others have no elements."""
         cargo, handles = self.cargo, self.handles
-        assert self.runs is not None and cargo is not None
+        assert cargo is not None
+        if self.runs is None:
+            handles[0].go_alone(cargo)
+            return handles
         if len(handles) == 1 and len(self.strips) == 1 and cargo.copied:
             place = self.runs.places[0]
             assert place is not None
@@ -162,7 +174,7 @@ def decide(
     if not going:
         return [], [load for load in loads if load.handles]
     for load in going:
-        if load.runs is None:
+        if load.runs is None and not (load.contiguous and load.entry.nbytes >= rules.together):
             load.measure(device)
     named = False not in [load.entry.once for load in going]
     owned = frozenset() if named else owned_by_layer()
@@ -197,6 +209,7 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
         entry.nbytes = sum([tensor.numel() * tensor.element_size() for tensor in tensors])
     elif len(tensors) == 1 and tensors[0].is_contiguous():
         entry.nbytes = tensors[0].nbytes
+        load.contiguous = True
     elif len(load.handles) == 1 and len(tensors) > 1 and (entry.keep or not rules.enabled):
         entry.nbytes = sum([tensor.nbytes for tensor in tensors])
     else:

@@ -84,7 +84,7 @@ class Mover:
     def send_out(self, cargo: Cargo, users: Sequence[Saved]) -> None:
         """Start the copy out of a cargo, whose lease and whose `ready` mark are there."""
         assert cargo.lease is not None and cargo.ready is not None
-        cargo.sources = [tensor for user in users for tensor in user.tensors or ()]
+        cargo.sources = [*users[0].held] if len(users) == 1 else [one for user in users for one in user.tensors or ()]
         if self.homes:
             self._note_homes(cargo)
         if self._ranges:
@@ -179,9 +179,10 @@ class Mover:
         self.pool.last_read = cargo.back.ended
         cargo.move(SlotState.RETURNING)
         self._count(cargo)
-        self.note("coming back")
-        self.counts.bytes_back += cargo.copied
-        self.counts.copies_back += len(cargo.runs)
+        counts = self.counts
+        counts.residency.append(("coming back", counts.resident))
+        counts.bytes_back += cargo.copied
+        counts.copies_back += len(cargo.runs)
 
     def _note_homes(self, cargo: Cargo) -> None:
         """What a layer's graph has saved will come back to where the graph reads it."""
@@ -231,7 +232,7 @@ class Mover:
         for lot in cargo.lots:
             if lot.memory is not None:
                 lot.let_go()
-        cargo.watch = None  # which refers to the cargo
+        cargo.watch, cargo.users = None, ()  # which refer to the cargo
         cargo.move(SlotState.RELEASED)
         if cargo.sources is None:
             self.finish_use()  # of two that are given out to one op
@@ -264,8 +265,9 @@ class Mover:
     def _uncount(self, cargo: Cargo, label: str) -> None:
         if cargo.counted:
             cargo.counted = False
-            self.counts.resident -= cargo.nbytes
-            self.note(label)
+            counts = self.counts
+            counts.resident -= cargo.nbytes
+            counts.residency.append((label, counts.resident))
 
     def note(self, label: str) -> None:
         """Write down how many bytes are on the device, and what has just happened."""

@@ -103,7 +103,7 @@ class Saved:
         entry: their slot.
     """
 
-    __slots__ = ("__weakref__", "_parts", "_taken", "_version", "cargo", "entry", "hold", "tensors")
+    __slots__ = ("__weakref__", "_lot", "_parts", "_taken", "_version", "cargo", "entry", "hold", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor], entry: SlotEntry) -> None:
         self.tensors: list[torch.Tensor] | None = tensors
@@ -111,7 +111,10 @@ class Saved:
         self.cargo: Cargo | None = None
         self.hold: Hold | None = None
         self._version = version_of(tensors)
-        self._parts: list[tuple[Part, int | None, int]] = []  # and the position of a tensor there, and its number here
+        self._lot: Lot | None = None  # of which its one tensor is all
+        self._parts: list[
+            tuple[Part, int | None, int]
+        ] = []  # else; and the position of a tensor there, and its number here
         self._taken = False
 
     def take(self) -> list[torch.Tensor]:
@@ -160,6 +163,10 @@ class Saved:
 
     def _restore(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors over the memory that is back."""
+        if self._lot is not None:
+            memory = self._lot.memory
+            assert memory is not None
+            return [memory]
         parts = self._parts
         if len(parts) == 1:
             part, position, _ = parts[0]
@@ -178,6 +185,8 @@ class Saved:
 
     def _hand_over(self, cargo: Cargo) -> None:
         """With a lot's last tensor only those that were given out hold its memory."""
+        if self._lot is not None:
+            self._lot.memory = None
         for part, _, _ in self._parts:
             lot = part.lot
             if lot is not None:
@@ -209,6 +218,12 @@ class Saved:
             self.add_part(cargo, part, None, 0)
         return self.cargo is not None
 
+    def go_alone(self, cargo: Cargo) -> None:
+        """The same for one contiguous tensor, which is all of a cargo's one lot."""
+        tensor, lot = self.held[0], cargo.lots[0]
+        lot.shape = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        self.cargo, self._lot, cargo.untaken = cargo, lot, 1
+
     def go_as_one(self, cargo: Cargo, part: Part) -> None:
         """The same for one part with all of its tensors, which have elements: nobody else's are in its lot."""
         strip, lot, _ = part
@@ -239,14 +254,15 @@ class Saved:
 
     def reads(self, lot: Lot, offset: int) -> bool:
         """Whether a byte of a lot is of these tensors, or of a strip with one of them."""
+        if self._lot is lot:
+            return True
         parts = ((part.strip, part.offset) for part, _, _ in self._parts if part.lot is lot)
         return any(begin <= offset < begin + strip.end - strip.begin for strip, begin in parts)
 
     def let_go(self) -> bool:
         """The copy out is over: stop holding the tensors. Whether one was written to since it was saved."""
-        modified = self.tensors is not None and self.was_modified()
-        self.tensors = None
-        return modified
+        tensors, self.tensors = self.tensors, None
+        return tensors is not None and self._version >= 0 and tensors[0]._version != self._version
 
     def was_modified(self) -> bool:
         """Whether a tensor was written to since it was saved, while the handle holds them."""

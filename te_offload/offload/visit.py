@@ -336,7 +336,6 @@ class LayerVisit(SlotObserver):
             cargo.ready = load.entry.ready or self.ended
             if load.others:  # without an end, all have marks of their own, in this order
                 cargo.ready = self.ended or load.others[-1].entry.ready
-            cargo.users = [weakref.ref(handle) for handle in going]
             self._watch(cargo, going)
             if self._engine.verifier is not None:
                 self._engine.verifier.note(cargo, self.forward)
@@ -344,14 +343,17 @@ class LayerVisit(SlotObserver):
             self.cargos.append(cargo)
 
     def _watch(self, cargo: Cargo, handles: list[Saved]) -> None:
-        """Give the cargo's bytes back when nobody can ask for them any more."""
+        """Know its handles, and give its bytes back when nobody can ask for them any more."""
+        nobody_left = functools.partial(_nobody_left, self.mover, cargo)
         if len(handles) == 1:
-            held: Any = handles[0]
-        else:
-            held = Hold()
-            for handle in handles:
-                handle.hold = held
-        cargo.watch = weakref.ref(held, functools.partial(_nobody_left, self._engine.mover, cargo))
+            cargo.watch = watch = weakref.ref(handles[0], nobody_left)
+            cargo.users = (watch,)
+            return
+        held = Hold()
+        for handle in handles:
+            handle.hold = held
+        cargo.watch = weakref.ref(held, nobody_left)
+        cargo.users = [weakref.ref(handle) for handle in handles]
 
     def _close(self) -> None:
         if self._hooks is not None:
