@@ -10,6 +10,7 @@ import torch
 import transformer_engine.pytorch as te
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
@@ -124,6 +125,21 @@ def test_bytes_between_distant_views_are_not_copied() -> None:
     found, session = round_trip(make)
     assert session.records[-1].bytes_out <= 2 * 4096 + 512
     assert torch.equal(found[1], torch.arange(100_000.0)[-1024:])
+
+
+def test_one_tensor_comes_back_as_often_as_autograd_asks_and_its_memory_goes_with_the_first() -> None:
+    layer = Layer(lambda: [torch.arange(64.0).view(8, 8)])
+    with OffloadSession(layer, min_bytes=0) as session, session.step():
+        y = layer(torch.ones(4, requires_grad=True)).sum()
+        for number in range(2):
+            y.backward(retain_graph=True)
+            (found,) = layer.seen.pop()
+            assert torch.equal(found, torch.arange(64.0).view(8, 8)) and found.is_contiguous()
+            memory = StorageWeakRef(found.untyped_storage())
+            del found
+            assert number == 1 or memory.expired()
+        del y
+    assert session.records[-1].bytes_back == 2 * session.records[-1].bytes_out == 2 * 256
 
 
 def test_restored_memory_is_aligned_as_the_original_was() -> None:
