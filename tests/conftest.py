@@ -70,8 +70,8 @@ def no_hook_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["each slot alone", "each aligned slot alone", "small slots together"])
 def alone_and_together(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A module's tests three times: slots as small as a test's go alone, as large ones do, also as if they were aligned as a
-    GPU's are; or together.
+    """A module's tests three times: slots as small as a test's go alone, as large ones do, also as if they were aligned as
+    a GPU's are; or together.
     """
     from te_offload.offload import cargo, decide, session
     from te_offload.offload.decide import Rules
