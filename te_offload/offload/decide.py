@@ -140,16 +140,11 @@ class Load:
                 return handles
             handles[0].let_go()
             return []
-        if len(self.tensors) == len(handles):  # one each
-            for part, base in zip(parts, self.bases, strict=True):
-                for position, member in enumerate(part.strip.members):
-                    handles[base + member].add_part(cargo, part, position, 0)
-        else:
-            owners = [(handle, index) for handle in handles for index in range(len(handle.tensors or ()))]
-            for part, base in zip(parts, self.bases, strict=True):
-                for position, member in enumerate(part.strip.members):
-                    handle, number = owners[base + member]
-                    handle.add_part(cargo, part, position, number)
+        owners = [(handle, index) for handle in handles for index in range(len(handle.tensors or ()))]
+        for part, base in zip(parts, self.bases, strict=True):
+            for position, member in enumerate(part.strip.members):
+                handle, number = owners[base + member]
+                handle.add_part(cargo, part, position, number)
         going = [handle for handle in handles if handle.cargo is not None]
         if len(going) != len(handles):
             for handle in handles:
