@@ -22,7 +22,7 @@ from te_offload.fused.kernels import sm90_compile, sm90_device
 from te_offload.fused.kernels.experts import Experts, ExpertsCache
 from te_offload.fused.kernels.interface import SquaredReLU, Tensors
 from te_offload.fused.kernels.progress import said_if_slow
-from te_offload.fused.kernels.sm90_launch import COMPILING, Launches, Tile
+from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile
 
 Tiles = Sequence[tuple[Tile, float]]
 
@@ -228,7 +228,7 @@ class Sm90Kernels:
                     kernel.__name__, (a.dtype, b.dtype), grads.dtype, (tile.rows, tile.columns), cluster, tile.pingpong
                 )
             clusters = get_max_active_clusters(cluster[0] * cluster[1])
-            found = self._functions[key] = function, make_scheduler_args(clusters, tile.swizzle, None)
+            found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)
         function, schedule = found
         arguments, varlen = kernel.EpilogueArguments(**values), make_varlen_args(None, offsets, None)
         function(a, b, grads, None, arguments, schedule, varlen, None, None)

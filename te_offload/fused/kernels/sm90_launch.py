@@ -15,19 +15,17 @@ from te_offload.fused.kernels import sm90_compile
 from te_offload.fused.kernels.progress import said_if_slow
 
 COMPILING = "Compiling a kernel of the fused grouped MLP for Hopper; it is kept on disk"
+SWIZZLE = 8  # tiles side by side that are computed one after the other, for the L2 cache
 
 
 class Tile(NamedTuple):
-    """How a GEMM is cut: rows and columns of a tile, tiles of a cluster each way, whether two warp groups take turns, and
-    how many clusters side by side are computed one after the other, for the L2 cache, at the most.
-    """
+    """How a GEMM is cut: rows and columns of a tile, tiles of a cluster each way, whether two warp groups take turns."""
 
     rows: int
     columns: int
     cluster_rows: int = 2
     cluster_columns: int = 1
     pingpong: bool = False
-    swizzle: int = 8
 
     def parts(self, columns: int) -> int:
         """Tiles side by side that cover so many columns."""
@@ -91,7 +89,7 @@ class Launches:
                     cluster_M=tile.cluster_rows,
                     cluster_N=tile.cluster_columns,
                     pingpong=tile.pingpong,
-                    max_swizzle_size=tile.swizzle,
+                    max_swizzle_size=SWIZZLE,
                     varlen_m=True,
                     b_kn=transposed,
                     post_init_attrs=(("te_offload_source", sm90_compile.source_key()),),
