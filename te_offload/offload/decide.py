@@ -102,7 +102,7 @@ class Load:
         entry, others = self.entry, self.others
         if self.contiguous and self.runs is None:
             begin, nbytes = self.tensors[0].data_ptr(), entry.nbytes
-            if nbytes and not begin % ALIGNMENT:
+            if nbytes and not begin % ALIGNMENT:  # as most are on a GPU: it is its own and only run
                 entry.cargo = self.cargo = Cargo(entry.name, nbytes, (Run(begin, nbytes),))
                 entry.bytes_out = nbytes
                 return

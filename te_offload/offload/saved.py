@@ -112,9 +112,8 @@ class Saved:
         self.hold: Hold | None = None
         self._version = version_of(tensors)
         self._lot: Lot | None = None  # of which its one tensor is all
-        self._parts: list[
-            tuple[Part, int | None, int]
-        ] = []  # else; and the position of a tensor there, and its number here
+        # Else: also the position of a tensor in the part, and its number here.
+        self._parts: list[tuple[Part, int | None, int]] = []
         self._taken = False
 
     def take(self) -> list[torch.Tensor]:
