@@ -30,11 +30,11 @@ class Lot:
     Attributes:
         nbytes: length of the allocation. memory: the allocation while the cargo holds it.
         shape: size, stride and dtype of the allocation, where one tensor is all of it; ``None``: bytes.
-        untaken: handles with bytes in it that have not handed their tensors over.
+        untaken: parts in it with tensors that were not handed over.
         home: gives the memory where the bytes were before, if they come back to there and still can; see `mover.Home`.
     """
 
-    __slots__ = ("_cut", "_typed", "home", "memory", "nbytes", "shape", "untaken")
+    __slots__ = ("_typed", "home", "memory", "nbytes", "shape", "untaken")
 
     def __init__(self) -> None:
         self.home: Callable[[], torch.Tensor | None] | None = None
@@ -43,7 +43,6 @@ class Lot:
         self.shape: tuple[Sequence[int], Sequence[int], torch.dtype] | None = None
         self.untaken = 0
         self._typed: dict[torch.dtype, torch.Tensor] = {}
-        self._cut: dict[int, Sequence[torch.Tensor]] = {}  # by the strip, which handles hold
 
     def allocate(self, device: torch.device) -> None:
         """Take device memory."""
@@ -68,21 +67,16 @@ class Lot:
         assert memory is not None
         if self.shape is not None:
             return strip.cut(memory)
-        tensors = self._cut.get(id(strip))
-        if tensors is None:
-            whole = self._typed.get(strip.dtype)
-            if whole is None:
-                whole = self._typed[strip.dtype] = memory.view(strip.dtype)
-            tensors = strip.views(whole, offset)
-            if len(tensors) > 1:  # several handles may ask
-                self._cut[id(strip)] = tensors
-        return tensors
+        whole = self._typed.get(strip.dtype)
+        if whole is None:
+            whole = self._typed[strip.dtype] = memory.view(strip.dtype)
+        return strip.views(whole, offset)
 
     def let_go(self) -> None:
         """Hold the allocation no more."""
         self.memory = None
         if self._typed:
-            self._typed, self._cut = {}, {}
+            self._typed = {}
 
 
 class Hold:
@@ -99,7 +93,7 @@ class Cargo:
 
     Attributes:
         copied: bytes of the runs. places: lot and offset of each run's first byte.
-        users: weak references to the handles. untaken: how many of them have not handed their tensor over.
+        users: weak references to the handles. untaken: parts, or whole lots, with tensors that were not handed over.
         sources: the saved tensors while the copy out may read them. modified: one of them was written to before that.
         ready: the mark after which the bytes are there to be copied.
         asked: the backward asked for the bytes after they had left.
@@ -114,7 +108,7 @@ class Cargo:
     recalled = False
     counted = False
     untaken = 0
-    sources: list[torch.Tensor] | None = None
+    sources: Sequence[torch.Tensor] | None = None
     ready: Mark | None = None
     needed: Mark | None = None
     lease: Lease | None = None
@@ -164,6 +158,12 @@ class Cargo:
         if to not in self.state.following:
             change(self, self.state, to)
         self.state = to
+
+    def hand_over(self) -> None:
+        """All tensors of a part, or of a whole lot, were given out: after the last ones it can be brought back again."""
+        self.untaken -= 1
+        if self.untaken == 0:
+            self.move(SlotState.ON_HOST)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.nbytes} bytes,"

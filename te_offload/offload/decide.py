@@ -17,7 +17,7 @@ import torch
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.extents import ALIGNMENT, Run, Runs, Strip, find_runs, lone, storage_key, strips_of
 from te_offload.offload.host_pool import HostPool
-from te_offload.offload.saved import Part, Saved, SlotEntry, is_plain
+from te_offload.offload.saved import Part, Saved, SlotEntry, are_plain, is_plain
 from te_offload.ops import te_adapter
 from te_offload.slots import FORMATS, Fate, Reason
 
@@ -140,11 +140,21 @@ class Load:
                 return handles
             handles[0].let_go()
             return []
+        if len(handles) == len(self.tensors):  # one each, as autograd's hooks save them
+            alone = len(self.runs.runs) == len(parts)
+            for part, base in zip(parts, self.bases, strict=True):
+                part.share(cargo, handles, base, alone=alone)
+            return self._that_go()
         owners = [(handle, index) for handle in handles for index in range(len(handle.tensors or ()))]
         for part, base in zip(parts, self.bases, strict=True):
             for position, member in enumerate(part.strip.members):
                 handle, number = owners[base + member]
                 handle.add_part(cargo, part, position, number)
+        return self._that_go()
+
+    def _that_go(self) -> list[Saved]:
+        """The handles that are on a cargo."""
+        handles = self.handles
         going = [handle for handle in handles if handle.cargo is not None]
         if len(going) != len(handles):
             for handle in handles:
@@ -221,11 +231,10 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
 
 def _are_plain(load: Load) -> bool:
     """Whether all tensors are dense. Those of one handle are of one kind: Transformer Engine made them in one call."""
-    for handle in load.handles:
-        tensors = handle.tensors or []
-        if not is_plain(tensors[0]) or (len(tensors) > 1 and set(map(type, tensors)) != {torch.Tensor}):
-            return False
-    return True
+    if len(load.handles) == 1:
+        tensors = load.tensors
+        return is_plain(tensors[0]) and (len(tensors) == 1 or set(map(type, tensors)) == {torch.Tensor})
+    return are_plain(load.tensors)
 
 
 def _reason_to_stay(

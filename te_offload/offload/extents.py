@@ -16,6 +16,7 @@ import torch
 
 ALIGNMENT = 512  # bytes; what CUDA's caching allocator gives
 SEGMENT = 2 << 20  # bytes; the allocator's segments begin at multiples, and a copy must not span two of them
+_ADDRESS, _STORAGE, _IS_CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.is_contiguous
 
 
 class Strip(NamedTuple):
@@ -44,7 +45,7 @@ class Strip(NamedTuple):
     stride: tuple[int, ...] | None
     pitch: int = 0
 
-    def views(self, whole: torch.Tensor, offset: int) -> list[torch.Tensor]:
+    def views(self, whole: torch.Tensor, offset: int) -> Sequence[torch.Tensor]:
         """The tensors over ``whole``, which has their dtype and one dimension, from its byte ``offset`` on."""
         size, stride = (self.dims, self.stride) if self.stride is not None else self._whole()
         return self.cut(whole.as_strided(size, stride, offset // self.dtype.itemsize))
@@ -54,15 +55,15 @@ class Strip(NamedTuple):
         pairs = [(size, self.stride or _strides(size)) for size in self.sizes()]
         return [torch.empty_strided(size, stride, dtype=self.dtype, device=device) for size, stride in pairs]
 
-    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def cut(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The tensors of ``whole``, which has the `shape`."""
         if self.stride is not None:
             return [whole]
         if self.pitch:
             size = self.dims[: self.ndim]
-            return list(whole.unbind(0)) if self.ndim == 1 else [part.view(size) for part in whole.unbind(0)]
-        if self._rows() is not None:
-            return list(whole.split_with_sizes(self.dims[:: self.ndim]))
+            return whole.unbind(0) if self.ndim == 1 else [part.view(size) for part in whole.unbind(0)]
+        if self.ndim == 1 or self._rows() is not None:
+            return whole.split_with_sizes(self.dims[:: self.ndim])
         sizes = self.sizes()
         flat = whole.split_with_sizes([math.prod(size) for size in sizes])
         return [part.view(size) for part, size in zip(flat, sizes, strict=True)]
@@ -108,6 +109,8 @@ class Strip(NamedTuple):
 
     def _rows(self) -> Sequence[int] | None:
         """The size of one row, if it is the same for all of them."""
+        if self.ndim == 1:
+            return ()
         row = self.dims[1 : self.ndim]
         same = all(self.dims[place :: self.ndim].count(size) == len(self.members) for place, size in enumerate(row, 1))
         return row if same else None
@@ -125,49 +128,52 @@ def strips_of(tensors: Sequence[torch.Tensor]) -> list[Strip]:
     """The strips of strided tensors."""
     if len(tensors) == 1:
         return [_strip(0, tensors[0])]
-    begins = [tensor.data_ptr() for tensor in tensors]
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    begins = list(map(_ADDRESS, tensors))
+    keys = [storage._cdata for storage in map(_STORAGE, tensors)]
     shapes = [tensor.shape for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors]
+    dense = list(map(_IS_CONTIGUOUS, tensors))
+    alike = shapes.count(shapes[0]) == len(shapes) and dtypes.count(dtypes[0]) == len(dtypes)
+    lengths = [tensors[0].nbytes] * len(tensors) if alike else [tensor.nbytes for tensor in tensors]
     strips: list[Strip] = []
     members: list[int] = []
-    pitch, end, storage, first, shape = 0, -1, -1, tensors[0], shapes[0]
+    pitch, end, storage, shape, dtype = 0, -1, -1, shapes[0], dtypes[0]
+    length = lengths[0] if alike and len(shape) > 0 and False not in dense else -1
 
     def finish() -> None:
         if len(members) == 1:
             strips.append(_strip(members[0], tensors[members[0]]))
         elif members:
-            keys = frozenset([storages[member]._cdata for member in members])
-            dims = [length for member in members for length in shapes[member]]
-            begin = storages[members[0]].data_ptr()
-            strips.append(
-                Strip(begins[members[0]], end, begin, keys, members, first.dtype, first.ndim, dims, None, pitch)
-            )
+            first = members[0]
+            held = frozenset([keys[member] for member in members])
+            dims = list(shape) * len(members) if alike else [size for member in members for size in shapes[member]]
+            storage_begin = tensors[first].untyped_storage().data_ptr()
+            strips.append(Strip(begins[first], end, storage_begin, held, members, dtype, len(shape), dims, None, pitch))
 
     for index in sorted(range(len(tensors)), key=begins.__getitem__):
-        tensor, begin, key = tensors[index], begins[index], storages[index]._cdata
+        begin = begins[index]
+        if begin == end and length >= 0 and begin % SEGMENT and not pitch:  # all are alike: no need to look at each
+            members.append(index)
+            end, storage = begin + length, keys[index]
+            continue
         gap = begin - end
-        joins = False
-        if members and 0 <= gap < ALIGNMENT:
-            if not gap:
-                joins = not pitch and len(shapes[index]) == len(shape) > 0
-            elif shapes[index] == shape and len(shape) > 0:
-                step = begin - begins[members[-1]]
-                joins = step == pitch or (len(members) == 1 and step % first.dtype.itemsize == 0)
-            joins = (
-                joins
-                and tensor.dtype is first.dtype
-                and tensor.is_contiguous()
-                and (len(members) > 1 or first.is_contiguous())
-                and (key == storage or storages[index].data_ptr() % SEGMENT != 0)
-            )
-        if joins:
+        joins = 0 <= gap < ALIGNMENT and dense[index] and dtypes[index] is dtype
+        if joins:  # of another storage: in the same segment?
+            joins = keys[index] == storage or (end - 1) // SEGMENT == begin // SEGMENT
+        if joins and not gap:
+            joins = not pitch and len(shapes[index]) == len(shape) > 0
+        elif joins:
+            step = begin - begins[members[-1]]
+            joins = shapes[index] == shape and len(shape) > 0
+            joins = joins and (step == pitch or (len(members) == 1 and step % dtype.itemsize == 0))
+        if joins and (len(members) > 1 or dense[members[0]]):
             if gap:
                 pitch = begin - begins[members[-1]]
             members.append(index)
         else:
             finish()
-            members, pitch, first, shape = [index], 0, tensor, shapes[index]
-        end, storage = begin + tensor.nbytes, key
+            members, pitch, shape, dtype = [index], 0, shapes[index], dtypes[index]
+        end, storage = begin + lengths[index], keys[index]
     finish()
     return strips
 

@@ -18,7 +18,6 @@ import torch
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.extents import ALIGNMENT
 from te_offload.offload.host_pool import HostPool
-from te_offload.offload.saved import Saved
 from te_offload.offload.states import SlotState
 from te_offload.offload.transfer import Mark, Transfer
 
@@ -81,10 +80,10 @@ class Mover:
         cargo.move(SlotState.KEPT)
         self._count(cargo)
 
-    def send_out(self, cargo: Cargo, users: Sequence[Saved]) -> None:
-        """Start the copy out of a cargo, whose lease and whose `ready` mark are there."""
+    def send_out(self, cargo: Cargo, sources: Sequence[torch.Tensor]) -> None:
+        """Start the copy out of a cargo, whose lease and whose `ready` mark are there, from its tensors."""
         assert cargo.lease is not None and cargo.ready is not None
-        cargo.sources = [*users[0].held] if len(users) == 1 else [one for user in users for one in user.tensors or ()]
+        cargo.sources = sources
         if self.homes:
             self._note_homes(cargo)
         if self._ranges:
@@ -232,6 +231,10 @@ class Mover:
         for lot in cargo.lots:
             if lot.memory is not None:
                 lot.let_go()
+                for reference in cargo.users:
+                    user = reference()
+                    if user is not None:
+                        user.forget_memory()
         cargo.watch, cargo.users = None, ()  # which refer to the cargo
         cargo.move(SlotState.RELEASED)
         if cargo.sources is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -78,21 +78,71 @@ class SlotEntry:
         return [handle for handle in handles if handle is not None and handle.tensors is not None]
 
 
-class Part(NamedTuple):
+class Part:
     """A strip, and where it is when it is back.
 
-    Attributes:
+    Args:
         strip: which. lot: the allocation; ``None``: the strip has no elements. offset: its first byte there.
+
+    Attributes:
+        cut: the strip's tensors in its own order, from when the first of several handles asked to when the last one has.
+        untaken: how often handles will ask that have not.
     """
 
-    strip: Strip
-    lot: Lot | None
-    offset: int
+    __slots__ = ("cut", "lot", "offset", "strip", "untaken")
+
+    def __init__(self, strip: Strip, lot: Lot | None, offset: int) -> None:
+        self.strip = strip
+        self.lot = lot
+        self.offset = offset
+        self.cut: Sequence[torch.Tensor] | None = None
+        self.untaken = 0
 
     def tensors(self, device: torch.device) -> Sequence[torch.Tensor]:
         """The strip's tensors, in its own order."""
+        if self.cut is not None:
+            return self.cut
         lot = self.lot
-        return self.strip.without_elements(device) if lot is None else lot.tensors(self.strip, self.offset)
+        tensors = self.strip.without_elements(device) if lot is None else lot.tensors(self.strip, self.offset)
+        if self.untaken > 1:
+            self.cut = tensors
+        return tensors
+
+    def share(self, cargo: Cargo, handles: Sequence[Saved], base: int, *, alone: bool) -> None:
+        """Be on a cargo for the handles of the strip's tensors, which have one each.
+
+        Args:
+            cargo: which. handles: of which that of the strip's member m is number ``base + m``.
+            alone: whether no other strip has bytes in the strip's run.
+        """
+        strip, lot = self.strip, self.lot
+        for position, member in enumerate(strip.members):
+            handle = handles[base + member]
+            handle.part, handle.position = self, position
+            if lot is not None:
+                handle.cargo = cargo
+        if alone and lot is not None and strip.end - strip.begin == lot.nbytes:
+            lot.shape = strip.shape()
+        self.wait_for(cargo, len(strip.members))
+
+    def wait_for(self, cargo: Cargo, times: int) -> None:
+        """Handles will ask so many times more."""
+        if self.lot is not None:
+            if not self.untaken:
+                self.lot.untaken += 1
+                cargo.untaken += 1
+            self.untaken += times
+
+    def hand_over(self, cargo: Cargo) -> None:
+        """One has asked. With a lot's last tensor only those that were given out hold its memory."""
+        self.untaken -= 1
+        lot = self.lot
+        if self.untaken == 0 and lot is not None:
+            self.cut = None
+            lot.untaken -= 1
+            if lot.untaken == 0:
+                lot.let_go()
+            cargo.hand_over()
 
 
 class Saved:
@@ -103,18 +153,34 @@ class Saved:
         entry: their slot.
     """
 
-    __slots__ = ("__weakref__", "_lot", "_parts", "_taken", "_version", "cargo", "entry", "hold", "tensors")
+    # Defaults of the class: one is made for each tensor that autograd saves.
+    cargo: Cargo | None = None
+    hold: Hold | None = None
+    part: Part | None = None  # with its one tensor, at this position
+    position = 0
+    _lot: Lot | None = None  # else: of which its one tensor is all
+    # Else: also the position of a tensor in the part, and its number here.
+    _parts: Sequence[tuple[Part, int | None, int]] = ()
+    _taken = False
 
     def __init__(self, tensors: list[torch.Tensor], entry: SlotEntry) -> None:
         self.tensors: list[torch.Tensor] | None = tensors
         self.entry = entry
-        self.cargo: Cargo | None = None
-        self.hold: Hold | None = None
-        self._version = version_of(tensors)
-        self._lot: Lot | None = None  # of which its one tensor is all
-        # Else: also the position of a tensor in the part, and its number here.
-        self._parts: list[tuple[Part, int | None, int]] = []
-        self._taken = False
+        try:
+            self._version = tensors[0]._version
+        except RuntimeError:
+            self._version = version_of(tensors)
+
+    def take_one(self) -> torch.Tensor:
+        """The one saved tensor; errors as in `take`."""
+        part = self.part
+        if part is not None and part.cut is not None and not self._taken:  # another handle has brought all of it back
+            self._taken = True
+            tensor = part.cut[self.position]
+            assert self.cargo is not None
+            part.hand_over(self.cargo)
+            return tensor
+        return self.take()[0]
 
     def take(self) -> list[torch.Tensor]:
         """The saved tensors, on the device and ready for work queued from now on.
@@ -166,16 +232,10 @@ class Saved:
             memory = self._lot.memory
             assert memory is not None
             return [memory]
-        parts = self._parts
-        if len(parts) == 1:
-            part, position, _ = parts[0]
-            if position is not None:
-                strip, lot, _ = part
-                if lot is not None and lot.shape is not None and lot.memory is not None and strip.stride is not None:
-                    return [lot.memory]
-                return [part.tensors(device)[position] if lot is None else lot.tensors(strip, part.offset)[position]]
+        if self.part is not None:
+            return [self.part.tensors(device)[self.position]]
         tensors: dict[int, torch.Tensor] = {}
-        for part, position, number in parts:
+        for part, position, number in self._parts:
             if position is None:
                 tensors.update(zip(part.strip.members, part.tensors(device), strict=True))
             else:
@@ -186,15 +246,11 @@ class Saved:
         """With a lot's last tensor only those that were given out hold its memory."""
         if self._lot is not None:
             self._lot.memory = None
+            cargo.hand_over()
+        elif self.part is not None:
+            self.part.hand_over(cargo)
         for part, _, _ in self._parts:
-            lot = part.lot
-            if lot is not None:
-                lot.untaken -= 1
-                if lot.untaken == 0:
-                    lot.let_go()
-        cargo.untaken -= 1
-        if cargo.untaken == 0:
-            cargo.move(SlotState.ON_HOST)
+            part.hand_over(cargo)
 
     @property
     def name(self) -> str:
@@ -225,12 +281,14 @@ class Saved:
 
     def go_as_one(self, cargo: Cargo, part: Part) -> None:
         """The same for one part with all of its tensors, which have elements: nobody else's are in its lot."""
-        strip, lot, _ = part
+        strip, lot = part.strip, part.lot
         assert lot is not None
         self.cargo = cargo
-        cargo.untaken += 1
-        lot.untaken += 1
-        self._parts.append((part, 0 if len(strip.members) == 1 else None, 0))
+        part.wait_for(cargo, 1)
+        if len(strip.members) == 1:
+            self.part = part
+        else:
+            self._parts = [(part, None, 0)]
         if strip.end - strip.begin == lot.nbytes:
             lot.shape = strip.shape()
 
@@ -243,25 +301,29 @@ class Saved:
                 are numbers of the handle's tensors.
             number: of that one tensor among the handle's.
         """
-        lot = part.lot
-        if lot is not None:
-            lot.untaken += 1
-            if self.cargo is None:
-                self.cargo = cargo
-                cargo.untaken += 1
-        self._parts.append((part, position, number))
+        if part.lot is not None:
+            self.cargo = cargo
+            part.wait_for(cargo, 1)
+        self._parts = [*self._parts, (part, position, number)]
 
     def reads(self, lot: Lot, offset: int) -> bool:
         """Whether a byte of a lot is of these tensors, or of a strip with one of them."""
         if self._lot is lot:
             return True
-        parts = ((part.strip, part.offset) for part, _, _ in self._parts if part.lot is lot)
-        return any(begin <= offset < begin + strip.end - strip.begin for strip, begin in parts)
+        parts = [part for part, _, _ in self._parts] if self.part is None else [self.part]
+        return any(
+            part.offset <= offset < part.offset + part.strip.end - part.strip.begin for part in parts if part.lot is lot
+        )
 
     def let_go(self) -> bool:
-        """The copy out is over: stop holding the tensors. Whether one was written to since it was saved."""
+        """Stop holding the tensors, whose copy out is over. Whether one was written to since it was saved."""
         tensors, self.tensors = self.tensors, None
         return tensors is not None and self._version >= 0 and tensors[0]._version != self._version
+
+    def forget_memory(self) -> None:
+        """The bytes are gone: hold no views of the memory in which they were back."""
+        for part in [part for part, _, _ in self._parts] if self.part is None else [self.part]:
+            part.cut = None
 
     def was_modified(self) -> bool:
         """Whether a tensor was written to since it was saved, while the handle holds them."""
@@ -295,8 +357,8 @@ class SavedWrapper:
 
 def give_out(packed: Any) -> Any:
     """The unpack hook: a handle's tensor, or what was never packed."""
-    if isinstance(packed, Saved):
-        return packed.take()[0]
+    if type(packed) is Saved:
+        return packed.take_one()
     return packed.take() if isinstance(packed, SavedWrapper) else packed
 
 
@@ -321,4 +383,17 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_quantized
         and (tensor.is_cuda or tensor.is_cpu)
+    )
+
+
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all of some tensors are."""
+    kind = torch.Tensor
+    return (
+        set(map(type, tensors)) == {kind}
+        and {tensor.layout for tensor in tensors} == {torch.strided}
+        and True not in map(kind.is_conj, tensors)
+        and True not in map(kind.is_neg, tensors)
+        and True not in [tensor.is_quantized for tensor in tensors]
+        and (False not in [tensor.is_cuda for tensor in tensors] or False not in [tensor.is_cpu for tensor in tensors])
     )

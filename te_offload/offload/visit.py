@@ -43,6 +43,7 @@ class Region(contextlib.AbstractContextManager[None]):
     def __init__(self, visit: LayerVisit | None, name: str, keep: bool) -> None:
         self.name = name
         self.keep = keep
+        self.entry: SlotEntry | None = None  # of what it saves, from the first one on
         self._visit = visit
 
     def __enter__(self) -> None:
@@ -181,6 +182,7 @@ class LayerVisit(SlotObserver):
 
     def enter_region(self, region: Region) -> None:
         """What is saved from now on, and by no op of te_offload, is the region's."""
+        region.entry = self._by_region.get(region.name)
         self._regions.append(region)
 
     def leave_region(self, region: Region) -> None:
@@ -196,6 +198,14 @@ class LayerVisit(SlotObserver):
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: a handle, or the tensor itself where it must not be touched."""
         kind, base = type(tensor), tensor._base
+        if (
+            kind is torch.Tensor and base is None and self._regions and id(tensor) not in self._named
+        ):  # as most are: in one step
+            entry = self._regions[-1].entry
+            if entry is not None and not getattr(tensor, te_adapter.NOT_OFFLOAD, False):
+                handle = Saved([tensor], entry)
+                entry.handles.append(weakref.ref(handle))
+                return handle
         if kind is not torch.Tensor and isinstance(tensor, _PARAMETER):
             return tensor
         if base is not None and isinstance(base, _PARAMETER):
@@ -244,14 +254,14 @@ class LayerVisit(SlotObserver):
         region = self._regions[-1] if self._regions else None
         key = 0
         if region is not None:
-            entry = self._by_region.get(region.name)
+            entry = region.entry = self._by_region.get(region.name)
         else:
             key = storage_key(tensor) if is_plain(tensor) else id(tensor)
             entry = self._by_storage.get(key)
         if entry is None:
             if region is not None:
                 entry = SlotEntry(self, region.name, SlotName.REGION, keep=region.keep, once=False)
-                self._by_region[region.name] = entry
+                self._by_region[region.name] = region.entry = entry
             else:
                 ordinal = len(self._by_storage)
                 entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False, ordinal=ordinal)
@@ -339,7 +349,8 @@ class LayerVisit(SlotObserver):
             self._watch(cargo, going)
             if self._engine.verifier is not None:
                 self._engine.verifier.note(cargo, self.forward)
-            mover.send_out(cargo, going)
+            whole = len(going) == len(load.handles)
+            mover.send_out(cargo, [*load.tensors] if whole else [one for handle in going for one in handle.held])
             self.cargos.append(cargo)
 
     def _watch(self, cargo: Cargo, handles: list[Saved]) -> None:
@@ -353,7 +364,7 @@ class LayerVisit(SlotObserver):
         for handle in handles:
             handle.hold = held
         cargo.watch = weakref.ref(held, nobody_left)
-        cargo.users = [weakref.ref(handle) for handle in handles]
+        cargo.users = list(map(weakref.ref, handles))
 
     def _close(self) -> None:
         if self._hooks is not None:

@@ -55,9 +55,9 @@ def test_small_slots_that_go_together_leave_after_the_last_of_them_is_there(monk
     sent: list[Any] = []
 
     class Watched(Mover):
-        def send_out(self, cargo: Any, users: Any) -> None:
-            sent.append((cargo, [user.entry for user in users]))
-            super().send_out(cargo, users)
+        def send_out(self, cargo: Any, sources: Any) -> None:
+            sent.append((cargo, [user.entry for user in (one() for one in cargo.users) if user is not None]))
+            super().send_out(cargo, sources)
 
     monkeypatch.setattr(engine_module, "Mover", Watched)
     monkeypatch.setattr(engine_module, "TIMED_FIRST", 0)

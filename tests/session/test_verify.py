@@ -117,8 +117,8 @@ class KnowsByAddress(Mover):
 
     known: set[int]
 
-    def send_out(self, cargo: Cargo, users: Any) -> None:
-        super().send_out(cargo, users)
+    def send_out(self, cargo: Cargo, sources: Any) -> None:
+        super().send_out(cargo, sources)
         key = cargo.runs[0].address
         if key in self.known and cargo.out is not None:
             cargo.out.ended.pieces = []  # type: ignore[attr-defined]

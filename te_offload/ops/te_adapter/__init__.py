@@ -65,6 +65,7 @@ from te_offload.ops.te_adapter.layouts import (
     save_act_input,
 )
 from te_offload.ops.te_adapter.switches import (
+    NOT_OFFLOAD,
     OffloadSwitch,
     any_marked_not_offload,
     is_marked_not_offload,
@@ -79,6 +80,7 @@ from te_offload.ops.te_adapter.switches import (
 __all__ = [
     "GROUPED_LINEAR_GRAD_INPUT_KEY",
     "GROUPED_LINEAR_OUTPUT_KEY",
+    "NOT_OFFLOAD",
     "RELEASES",
     "FusionFunction",
     "Layout",

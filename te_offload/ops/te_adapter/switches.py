@@ -14,6 +14,7 @@ from transformer_engine.pytorch import cpu_offload, cpu_offload_v1
 
 from te_offload.slots import SavedSlot
 
+NOT_OFFLOAD = "_TE_do_not_offload"  # the attribute that `mark_not_offload` sets
 _V1_MARKS = ("activation_offloading", "needs_force_clear")
 
 
@@ -45,12 +46,12 @@ def mark_activations(*tensors: torch.Tensor | None) -> None:
 
 def is_marked_not_offload(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries the mark of `mark_not_offload`."""
-    return bool(getattr(tensor, "_TE_do_not_offload", False))
+    return bool(getattr(tensor, NOT_OFFLOAD, False))
 
 
 def any_marked_not_offload(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether one of some tensors carries the mark of `mark_not_offload`."""
-    return True in [getattr(tensor, "_TE_do_not_offload", False) for tensor in tensors]
+    return True in [getattr(tensor, NOT_OFFLOAD, False) for tensor in tensors]
 
 
 def saved_tensor_hook_active() -> bool:
