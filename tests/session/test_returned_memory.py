@@ -39,6 +39,68 @@ def test_memory_of_tensors_that_were_given_out_goes_with_them_though_the_graph_l
     assert session.records[-1].bytes_back > 0
 
 
+class _Two(torch.nn.Module):
+    """Saves two tensors, each in a node of the graph of its own, in one region."""
+
+    session: OffloadSession
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with self.session.region("both"):
+            return tuple(x * one for one in torch.arange(1024.0).split(512))
+
+
+def _noted_memory(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
+    """Filled with what lots allocate from now on."""
+    memory: list[StorageWeakRef] = []
+    allocate = Lot.allocate
+
+    def noted(lot: Lot, device: torch.device) -> None:
+        allocate(lot, device)
+        assert lot.memory is not None
+        memory.append(StorageWeakRef(lot.memory.untyped_storage()))
+
+    monkeypatch.setattr(Lot, "allocate", noted)
+    return memory
+
+
+def test_memory_of_a_region_s_tensors_goes_with_the_step_though_nobody_asked_for_one_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = _noted_memory(monkeypatch)
+    layer = _Two()
+    x = torch.ones(512, requires_grad=True)
+    with OffloadSession(layer, min_bytes=0) as session:
+        layer.session = session
+        with session.step():
+            one, other = layer(x)
+            one.sum().backward()
+            assert len(memory) == 1 and not memory[0].expired()
+        assert memory[0].expired() and other.grad_fn is not None
+        assert session.records[-1].bytes_back == 4096
+    assert x.grad is not None and torch.equal(x.grad, torch.arange(512.0))
+
+
+def test_memory_of_a_region_s_tensors_goes_with_the_last_that_was_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = _noted_memory(monkeypatch)
+    layer = _Two()
+    x = torch.ones(512, requires_grad=True)
+    with OffloadSession(layer, min_bytes=0) as session, session.step():
+        layer.session = session
+        one, other = layer(x)
+        one.sum().backward(retain_graph=True)
+        assert len(memory) == 1 and not memory[0].expired()
+        other.sum().backward(retain_graph=True)
+        assert memory[0].expired()
+        one.sum().backward()  # as often as autograd asks
+        assert len(memory) == 2
+    expected = 2 * torch.arange(512.0) + torch.arange(512.0, 1024.0)
+    assert x.grad is not None and torch.equal(x.grad, expected)
+
+
 def test_tensors_of_two_dtypes_in_memory_of_an_odd_length_come_back() -> None:
     def make() -> list[torch.Tensor]:
         base = torch.arange(29, dtype=torch.uint8)
