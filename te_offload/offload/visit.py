@@ -190,9 +190,8 @@ class LayerVisit(SlotObserver):
         self._regions.remove(region)
         entry = self._by_region.get(region.name)
         if entry is not None and self._stays is Reason.NONE and not entry.keep:
-            handles = entry.live_handles()
-            nbytes = sum([tensor.nbytes for handle in handles for tensor in handle.tensors or ()])
-            alone = nbytes >= self._engine.rules.together
+            # To measure many tensors takes the host longer than a mark.
+            alone = len(entry.handles) > 16 or _nbytes_held(entry) >= self._engine.rules.together
             entry.ready = self._engine.mover.transfer.mark() if alone else None
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -425,6 +424,11 @@ class LayerVisit(SlotObserver):
                 self._engine.mover.release(cargo)
         for cargo in self.kept:
             cargo.counted = False
+
+
+def _nbytes_held(entry: SlotEntry) -> int:
+    tensors = [tensor for handle in entry.live_handles() for tensor in handle.held]
+    return sum([tensor.numel() * tensor.element_size() for tensor in tensors])
 
 
 def _nobody_left(mover: Mover, cargo: Cargo, _: Any) -> None:

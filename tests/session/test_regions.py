@@ -1,0 +1,129 @@
+"""What a region saves: which of its tensors go, and that those that do come back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from te_offload import OffloadSession
+from te_offload.slots import Fate, Reason, SlotName
+
+
+class _Save(torch.autograd.Function):
+    seen: list[tuple[torch.Tensor, ...]]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: list[Any], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        saved = ctx.saved_tensors
+        ctx.seen.append(saved)
+        return grad, None, *[None] * len(saved)
+
+
+class _Layer(torch.nn.Module):
+    """Saves tensors in regions, each with what ``make`` gives."""
+
+    session: OffloadSession
+
+    def __init__(self, make: Callable[[], list[torch.Tensor]], names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(8.0))
+        self.make = make
+        self.names = names
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.names:
+            with self.session.region(name):
+                x = _Save.apply(x, self.seen, *self.make())  # type: ignore[no-untyped-call]
+        return x
+
+
+def _through(make: Callable[[], list[torch.Tensor]], *names: str) -> tuple[list[Any], OffloadSession]:
+    layer = _Layer(make, names)
+    with OffloadSession(layer, min_bytes=0) as session:
+        layer.session = session
+        with session.step():
+            layer(torch.ones(1, requires_grad=True)).sum().backward()
+    return layer.seen, session
+
+
+def _rows(session: OffloadSession) -> list[Any]:
+    return [row for row in session.records[-1].slots if row.slot is SlotName.REGION]
+
+
+def test_tensors_of_many_kinds_come_back_as_they_were() -> None:
+    def make() -> list[torch.Tensor]:
+        base = torch.arange(4096, dtype=torch.float32)
+        return [
+            *base.split(256),
+            base[:2048].view(32, 64).t(),
+            torch.arange(7, dtype=torch.uint8),
+            torch.empty(0, 3),
+            base[16:48].view(torch.bfloat16),
+            torch.tensor(3.0),
+            torch.arange(64.0, dtype=torch.float64),
+        ]
+
+    (found,), session = _through(make, "all")
+    expected = make()
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        assert torch.equal(one, other)
+    (row,) = _rows(session)
+    assert (row.fate, row.tensors) == (Fate.OFFLOADED, len(expected))
+    assert session.records[-1].bytes_back == session.records[-1].bytes_out >= 4096 * 4 + 7 + 4 + 512
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: torch.ones(8, dtype=torch.complex64).conj(),
+        lambda: torch.ones(8, dtype=torch.complex64).conj().imag,
+        lambda: torch.ones(3, 3).to_sparse(),
+    ],
+    ids=["conjugate", "negative", "sparse"],
+)
+def test_region_with_one_tensor_that_is_no_dense_memory_stays(odd: Callable[[], torch.Tensor]) -> None:
+    (found,), session = _through(lambda: [torch.ones(100), odd(), torch.ones(100)], "mixed")
+    assert torch.equal(found[1].to_dense() if found[1].is_sparse else found[1], odd().to_dense())
+    (row,) = _rows(session)
+    assert (row.fate, row.reason, row.tensors) == (Fate.KEPT, Reason.NOT_PLAIN, 3)
+    assert session.records[-1].bytes_out == 0
+
+
+def test_marked_tensor_in_a_region_stays_and_the_others_go() -> None:
+    def make() -> list[torch.Tensor]:
+        tensors = [torch.ones(100), torch.full((50,), 2.0), torch.ones(100)]
+        tensors[1]._TE_do_not_offload = True  # type: ignore[attr-defined]
+        return tensors
+
+    (found,), session = _through(make, "some")
+    assert [float(tensor.sum()) for tensor in found] == [100, 100, 100]
+    (row,) = _rows(session)
+    assert (row.fate, row.tensors) == (Fate.OFFLOADED, 2)
+    assert session.records[-1].bytes_out == 800
+
+
+def test_parameter_and_a_view_of_one_in_a_region_are_left_alone() -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    (found,), session = _through(lambda: [torch.ones(100), weight, weight[:10], torch.ones(100)], "with one")
+    assert found[1].data_ptr() == weight.data_ptr()
+    assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in found)
+    assert session.records[-1].bytes_out == 800
+
+
+def test_regions_of_one_name_are_one_slot() -> None:
+    seen, session = _through(lambda: [torch.ones(100), torch.zeros(100)], "qkv", "norm", "qkv")
+    assert [len(found) for found in seen] == [2, 2, 2]
+    assert [(row.op, row.tensors) for row in _rows(session)] == [("qkv", 4), ("norm", 2)]
+    assert session.records[-1].bytes_out == 6 * 400
