@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_offload import OffloadSession
+from te_offload.offload import engine as engine_module
 from te_offload.slots import Fate, Reason, SlotName
+from tests.support.late_copies import LateTransfer
 
 
 class _Save(torch.autograd.Function):
@@ -120,6 +123,26 @@ def test_parameter_and_a_view_of_one_in_a_region_are_left_alone() -> None:
     assert found[1].data_ptr() == weight.data_ptr()
     assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in found)
     assert session.records[-1].bytes_out == 800
+
+
+def test_storage_of_a_tensor_without_elements_is_not_held_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "make_transfer", lambda device, stream: LateTransfer())
+    large: list[StorageWeakRef] = []
+
+    def make() -> list[torch.Tensor]:
+        storage = torch.empty(1 << 20)
+        large.append(StorageWeakRef(storage.untyped_storage()))
+        return [torch.ones(100), storage[:0]]
+
+    layer = _Layer(make, ("a",))
+    with OffloadSession(layer, min_bytes=0, max_in_flight="1GiB") as session:
+        layer.session = session
+        with session.step():
+            y = layer(torch.ones(1, requires_grad=True)).sum()
+            assert large[0].expired()
+            y.backward()
+    assert [tensor.numel() for tensor in layer.seen[0]] == [100, 0]
+    assert session.records[-1].bytes_out == 400
 
 
 def test_regions_of_one_name_are_one_slot() -> None:

@@ -132,6 +132,34 @@ def test_strip_does_not_cross_from_one_segment_of_the_allocator_into_the_next() 
     assert len(strips_of([before, base[border : border + 512]])) == 1
 
 
+def _storages_side_by_side(count: int, nbytes: int) -> list[torch.Tensor]:
+    """Each with a storage of its own, one behind the other from the begin of a segment on, as on a GPU."""
+    base = torch.zeros(SEGMENT + count * nbytes, dtype=torch.uint8)
+    first = -base.data_ptr() % SEGMENT
+    memory = memoryview(base.numpy().data)[first:]
+    parts = [memory[number * nbytes : (number + 1) * nbytes] for number in range(count)]
+    return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+
+
+def test_storages_side_by_side_in_one_segment_are_one_strip() -> None:
+    tensors = _storages_side_by_side(5, 512)
+    assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 5
+    assert [list(found.members) for found in strips_of(tensors)] == [[0, 1, 2, 3, 4]]
+    longer = [tensors[0], tensors[1][:256], *tensors[2:]]  # of two sizes, and a gap
+    assert [list(found.members) for found in strips_of(longer)] == [[0, 1], [2, 3, 4]]
+
+
+def test_storages_side_by_side_are_a_strip_a_segment() -> None:
+    tensors = _storages_side_by_side(6, SEGMENT // 4)
+    assert [list(found.members) for found in strips_of(tensors)] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_a_transposed_tensor_behind_two_others_is_a_strip_of_its_own() -> None:
+    base = torch.arange(96.0)
+    one, other, turned = base[:32].view(4, 8), base[32:64].view(4, 8), base[64:].view(8, 4).t()
+    assert [list(found.members) for found in strips_of([one, other, turned])] == [[0, 1], [2]]
+
+
 def test_tensors_of_one_size_at_one_pitch_are_one_strip_and_come_back() -> None:
     base = torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     scales = [base[128 * index : 128 * index + 4].view(torch.float32) for index in range(5)]
