@@ -3,11 +3,13 @@
     ./run benchmarks.host_time [--device cpu] [--json FILE]
 
 A layer here is an autograd function that saves tensors in some slots and does next to nothing else; its forward and
-backward are timed with and without a session around it, over many layers, without a synchronization in between. A slot is
-what an op of te_offload hands over (``op``: the parts of one buffer, as split sizes cut it), or what a region saves
-through autograd's hooks (``region``: a buffer each). The time of a slot is the difference between layers of four slots and
-of one, divided by three; that of a layer is the rest. Medians over the rounds, with and without by turns, in microseconds
-of the host for forward and backward together.
+backward are timed with and without a session around it, over many layers. Between the two, untimed, the copies out end, as
+they mostly have where there is work between, and the session is told: else what has not left by then stays on the device
+and nothing comes back, and calls that queue a copy behind a backlog of others take longer. A slot is what an op of
+te_offload hands over (``op``: the parts of one buffer, as split sizes cut it), or what a region saves through autograd's
+hooks (``region``: a buffer each). The time of a slot is the difference between layers of four slots and of one, divided by
+three; that of a layer is the rest. In each round all layers take their turns, with a session and without, and a difference
+is of one round; medians over the rounds, in microseconds of the host for forward and backward together.
 
 On a GPU a last row says what the same host needs for the calls alone that no engine written in Python on torch can do
 without, for one tensor out and back: three events recorded and three waited for, one allocation, two copies.
@@ -99,14 +101,20 @@ class Layer(torch.nn.Module):
         return x
 
 
-def run(layers: list[Layer], x: torch.Tensor) -> float:
+def run(layers: list[Layer], x: torch.Tensor, session: OffloadSession | None) -> float:
     """Microseconds of the host for one forward and backward of a layer."""
     start = time.perf_counter()
     y = x
     for layer in layers:
         y = layer(y)
+    middle = time.perf_counter()
+    _sync(x.device)
+    if session is not None:
+        assert session._engine is not None
+        session._engine.mover.settle()  # as the next layer's forward would
+    again = time.perf_counter()
     y.backward(torch.ones_like(y))
-    return 1e6 * (time.perf_counter() - start) / len(layers)
+    return 1e6 * (time.perf_counter() - again + middle - start) / len(layers)
 
 
 def slots_of(device: torch.device, slots: int, count: int, nbytes: int, *, regions: bool) -> list[Any]:
@@ -118,32 +126,59 @@ def slots_of(device: torch.device, slots: int, count: int, nbytes: int, *, regio
     return [torch.empty(nbytes * count, dtype=torch.uint8, device=device).split(nbytes) for _ in range(slots)]
 
 
-def measure(
-    device: torch.device, slots: int, count: int, nbytes: int, rounds: int, min_bytes: int, *, regions: bool
-) -> float:
-    """Microseconds that a session adds to a layer with so many slots of ``count`` tensors."""
-    layers = [Layer(slots_of(device, slots, count, nbytes, regions=regions), regions=regions) for _ in range(LAYERS)]
-    x = torch.zeros(1, device=device, requires_grad=True)
-    session = OffloadSession(layers, min_bytes=min_bytes, max_in_flight="16GiB")
-    without, with_session = [], []
+class Case:
+    """Layers with so many slots of ``count`` tensors, and their session."""
+
+    def __init__(
+        self, device: torch.device, slots: int, count: int, nbytes: int, min_bytes: int, *, regions: bool
+    ) -> None:
+        self._layers = [
+            Layer(slots_of(device, slots, count, nbytes, regions=regions), regions=regions) for _ in range(LAYERS)
+        ]
+        self._x = torch.zeros(1, device=device, requires_grad=True)
+        self._goes = min_bytes == 0
+        self.session = OffloadSession(self._layers, min_bytes=min_bytes, max_in_flight="16GiB")
+
+    def added(self) -> float:
+        """Microseconds that the session adds to a layer, in one round."""
+        self._let(None)
+        without = run(self._layers, self._x, None)
+        self._let(self.session)
+        with self.session.step():
+            with_session = run(self._layers, self._x, self.session)
+        self._let(None)
+        return with_session - without
+
+    def _let(self, session: OffloadSession | None) -> None:
+        for layer in self._layers:
+            layer.session = session
+        _sync(self._x.device)
+
+    def close(self) -> None:
+        """Check that bytes moved, if they were to, and end."""
+        record = self.session.records[-1]
+        assert record.bytes_out == record.bytes_back
+        assert (record.bytes_back > 0) == self._goes
+        self.session.close()
+
+
+def measure(device: torch.device, nbytes: int, rounds: int, min_bytes: int, *, regions: bool) -> dict[str, float]:
+    """Microseconds that a session adds: by slot, by layer, and by further tensor of a slot."""
+    sizes = {count: 2048 if regions else nbytes // count for count in (1, TENSORS)}
+    shapes = ((1, 1), (4, 1), (1, TENSORS))
+    cases = [Case(device, slots, count, sizes[count], min_bytes, regions=regions) for slots, count in shapes]
     gc.collect()
     gc.disable()
-    for _ in range(rounds):
-        for layer in layers:
-            layer.session = None
-        _sync(device)
-        without.append(run(layers, x))
-        for layer in layers:
-            layer.session = session
-        _sync(device)
-        with session.step():
-            with_session.append(run(layers, x))
-        _sync(device)
+    found = [[case.added() for case in cases] for _ in range(rounds)][4:]
     gc.enable()
-    record = session.records[-1]
-    assert (record.bytes_out > 0) == (min_bytes == 0)
-    session.close()
-    return statistics.median(with_session[4:]) - statistics.median(without[4:])
+    for case in cases:
+        case.close()
+    each = statistics.median((four - one) / 3 for one, four, _ in found)
+    return {
+        "us_per_slot": each,
+        "us_per_layer": statistics.median(one for one, _, _ in found) - each,
+        "us_per_further_tensor": statistics.median((many - one) / (TENSORS - 1) for one, _, many in found),
+    }
 
 
 def bare_calls(device: torch.device, nbytes: int, rounds: int) -> float:
@@ -196,28 +231,9 @@ def main() -> None:
     rows = []
     for regions in (False, True):
         for fate, min_bytes in (("offloaded", 0), ("kept, too small", 1 << 40)):
-            one, four, many = (
-                measure(
-                    device,
-                    slots,
-                    count,
-                    arguments.nbytes // count if not regions else 2048,
-                    arguments.rounds,
-                    min_bytes,
-                    regions=regions,
-                )
-                for slots, count in ((1, 1), (4, 1), (1, TENSORS))
-            )
-            each = (four - one) / 3
-            rows.append(
-                {
-                    "slot": "region" if regions else "op",
-                    "fate": fate,
-                    "us_per_slot": each,
-                    "us_per_layer": one - each,
-                    "us_per_further_tensor": (many - one) / (TENSORS - 1),
-                }
-            )
+            row: dict[str, Any] = {"slot": "region" if regions else "op", "fate": fate}
+            row |= measure(device, arguments.nbytes, arguments.rounds, min_bytes, regions=regions)
+            rows.append(row)
     bare = bare_calls(device, arguments.nbytes, arguments.rounds) if device.type == "cuda" else None
     print(f"Host time that a session adds, {place}, torch {torch.__version__}; us, forward and backward together\n")
     print("| slots | fate | a slot of one tensor | each further tensor | a layer, beside its slots |")
@@ -228,7 +244,7 @@ def main() -> None:
     if bare is not None:
         print(f"| torch's calls alone | a copy out and back | {bare:.1f} | | |")
     if arguments.json:
-        result = {"schema": "2.1", "place": place, "rows": rows, "bare_us": bare}
+        result = {"schema": "3.0", "place": place, "rows": rows, "bare_us": bare}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.host_time import Layer, run
+from benchmarks.host_time import Layer
 from te_offload import OffloadSession
 
 EXPERTS = 64
@@ -57,7 +57,10 @@ def measure(tensors: tuple[torch.Tensor, ...]) -> tuple[float, float, int]:
         for _ in range(STEPS):
             with session.step():
                 torch.cuda._sleep(_HEAD_START)
-                run(layers, x)
+                y = x
+                for layer in layers:
+                    y = layer(y)
+                y.backward(torch.ones_like(y))
             torch.cuda.synchronize()
             record = session.records[-1]
             for row in record.slots:
