@@ -1,9 +1,9 @@
 """What of one forward goes to the host: the fate of each slot, and the cargos that carry those that go.
 
 In: the slots of a forward with their live handles, and the rules. Out: a fate and a reason for each slot; cargos with
-their leases, small slots together in one. Keeps true: a slot moves whole or stays whole; memory that a staying tensor
-shares does not move (it would free nothing); each byte of a storage is copied once, with the first slot that holds it;
-what the host has no room for stays. Does not: copy.
+their leases, small slots together in one. Keeps true: a slot moves whole or stays whole, but for what of a region cannot
+go; memory that a staying tensor shares does not move (it would free nothing); each byte of a storage is copied once, with
+the first slot that holds it; what the host has no room for stays. Does not: copy.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import torch
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.extents import ALIGNMENT, Run, Runs, Strip, find_runs, lone, storage_key, strips_of
 from te_offload.offload.host_pool import HostPool
-from te_offload.offload.saved import Part, Saved, SlotEntry, are_plain, is_plain
+from te_offload.offload.saved import Part, Saved, SlotEntry, are_plain, has_storage, is_plain
 from te_offload.ops import te_adapter
-from te_offload.slots import FORMATS, Fate, Reason
+from te_offload.slots import FORMATS, Fate, Reason, SlotName
 
 if TYPE_CHECKING:
     from te_offload.offload.plan import Plan
+
+
+_OF_SOME = frozenset((Reason.NOT_PLAIN, Reason.OTHER_DEVICE))  # reasons that one tensor of several can give
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Load:
 
     @property
     def storages(self) -> frozenset[int]:
-        """Identities of the storages of its dense tensors."""
+        """Identities of the storages of its tensors, where they have one."""
         if self._storages is None:
             if len(self.strips) == 1:
                 self._storages = self.strips[0].storages
@@ -82,7 +85,7 @@ class Load:
             elif self.strips:
                 self._storages = frozenset().union(*[strip.storages for strip in self.strips])
             else:
-                self._storages = frozenset([storage_key(tensor) for tensor in self.tensors if is_plain(tensor)])
+                self._storages = frozenset([storage_key(tensor) for tensor in self.tensors if has_storage(tensor)])
         return self._storages
 
     def measure(self, device: torch.device) -> Runs:
@@ -179,7 +182,12 @@ def decide(
         staying: storages that stay in any case.
         rules, device, pool: of the session.
     """
-    loads = [_load(entry, rules, device) for entry in entries]
+    loads: list[Load] = []
+    for entry in list(entries):
+        load = _load(entry, rules, device)
+        if entry.reason in _OF_SOME and entry.slot is SlotName.REGION:
+            load = _without_odd_ones(load, rules, device, loads)
+        loads.append(load)
     going = [load for load in loads if load.entry.fate is Fate.OFFLOADED]
     if not going:
         return [], [load for load in loads if load.handles]
@@ -227,6 +235,23 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
     entry.reason = _reason_to_stay(entry, tensors, plain, rules, device)
     entry.fate = Fate.KEPT if entry.reason is not Reason.NONE else Fate.OFFLOADED
     return load
+
+
+def _without_odd_ones(region: Load, rules: Rules, device: torch.device, loads: list[Load]) -> Load:
+    """Of a region, which is whatever was saved in it, what can go. The rest of it becomes slots of their own, in ``loads``;
+    where nothing can go all of it stays one.
+    """
+    entry = region.entry
+    able: list[Saved] = []
+    odd: list[Saved] = []
+    for handle in region.handles:
+        tensor = handle.held[0]
+        (able if is_plain(tensor) and tensor.device == device else odd).append(handle)
+    if not able:
+        return region
+    loads += [_load(entry.visit.entry_apart(handle), rules, device) for handle in odd]
+    entry.hold(able)
+    return _load(entry, rules, device)
 
 
 def _are_plain(load: Load) -> bool:

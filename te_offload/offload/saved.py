@@ -69,6 +69,12 @@ class SlotEntry:
         """The title, with a number where nobody named it."""
         return self.title if self.ordinal is None else f"{self.title}[{self.ordinal}]"
 
+    def hold(self, handles: Sequence[Saved]) -> None:
+        """These are the handles."""
+        self.handles = [weakref.ref(handle) for handle in handles]
+        for handle in handles:
+            handle.entry = self
+
     def live_handles(self) -> list[Saved]:
         """The handles that are still in an autograd graph and still hold their tensors."""
         if len(self.handles) == 1:
@@ -382,8 +388,14 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_quantized
+        and not tensor.is_nested
         and (tensor.is_cuda or tensor.is_cpu)
     )
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of some memory, which may be another's too."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
@@ -394,6 +406,6 @@ def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
         and {tensor.layout for tensor in tensors} == {torch.strided}
         and True not in map(kind.is_conj, tensors)
         and True not in map(kind.is_neg, tensors)
-        and True not in [tensor.is_quantized for tensor in tensors]
+        and True not in [tensor.is_quantized or tensor.is_nested for tensor in tensors]
         and (False not in [tensor.is_cuda for tensor in tensors] or False not in [tensor.is_cpu for tensor in tensors])
     )

@@ -268,6 +268,14 @@ class LayerVisit(SlotObserver):
             self.entries.append(entry)
         return entry
 
+    def entry_apart(self, handle: Saved) -> SlotEntry:
+        """An entry of its own for a tensor of a region that cannot go with the others."""
+        ordinal = sum(entry.ordinal is not None for entry in self.entries)
+        entry = SlotEntry(self, "", SlotName.OTHER, keep=handle.entry.keep, once=False, ordinal=ordinal)
+        entry.hold([handle])
+        self.entries.append(entry)
+        return entry
+
     # At its end ------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:

@@ -31,7 +31,7 @@ class _Save(torch.autograd.Function):
         return grad, None, *[None] * len(saved)
 
 
-class _Layer(torch.nn.Module):
+class Layer(torch.nn.Module):
     """Saves tensors in regions, each with what ``make`` gives."""
 
     session: OffloadSession
@@ -51,12 +51,16 @@ class _Layer(torch.nn.Module):
 
 
 def _through(make: Callable[[], list[torch.Tensor]], *names: str) -> tuple[list[Any], OffloadSession]:
-    layer = _Layer(make, names)
+    layer = Layer(make, names)
     with OffloadSession(layer, min_bytes=0) as session:
         layer.session = session
         with session.step():
             layer(torch.ones(1, requires_grad=True)).sum().backward()
     return layer.seen, session
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
 
 
 def _rows(session: OffloadSession) -> list[Any]:
@@ -93,14 +97,59 @@ def test_tensors_of_many_kinds_come_back_as_they_were() -> None:
         lambda: torch.ones(8, dtype=torch.complex64).conj(),
         lambda: torch.ones(8, dtype=torch.complex64).conj().imag,
         lambda: torch.ones(3, 3).to_sparse(),
+        lambda: torch.quantize_per_tensor(torch.ones(8), 0.5, 0, torch.quint8),
+        lambda: torch.ones(3, device="meta"),
     ],
-    ids=["conjugate", "negative", "sparse"],
+    ids=["conjugate", "negative", "sparse", "quantized", "meta"],
 )
-def test_region_with_one_tensor_that_is_no_dense_memory_stays(odd: Callable[[], torch.Tensor]) -> None:
+def test_tensor_of_a_region_that_is_no_dense_memory_stays_and_the_others_go(odd: Callable[[], torch.Tensor]) -> None:
     (found,), session = _through(lambda: [torch.ones(100), odd(), torch.ones(100)], "mixed")
-    assert torch.equal(found[1].to_dense() if found[1].is_sparse else found[1], odd().to_dense())
+    assert [float(found[0].sum()), float(found[2].sum())] == [100, 100]
+    assert type(found[1]) is torch.Tensor and found[1].layout is odd().layout
+    if not found[1].is_meta:
+        assert torch.equal(_dense(found[1]), _dense(odd()))
     (row,) = _rows(session)
-    assert (row.fate, row.reason, row.tensors) == (Fate.KEPT, Reason.NOT_PLAIN, 3)
+    assert (row.fate, row.tensors) == (Fate.OFFLOADED, 2)
+    (other,) = [row for row in session.records[-1].slots if row.slot is SlotName.OTHER]
+    assert (other.fate, other.reason, other.tensors) == (Fate.KEPT, Reason.NOT_PLAIN, 1)
+    assert session.records[-1].bytes_out == 800
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_stay() -> None:
+    class Nested(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with self.session.region("nested"):
+                y = x * self.weight
+                parts = torch.nn.functional.relu(torch.nested.as_nested_tensor([y[:3], y[3:]]))
+                return torch.cat(list(parts.unbind()))
+
+    layer = Nested(list, ())
+    x = torch.linspace(-1, 1, 8).requires_grad_()
+    with OffloadSession(layer, min_bytes=0) as session:
+        layer.session = session
+        with session.step():
+            layer(x).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, layer.weight.detach() * (x > 0))
+    assert [row.reason for row in session.records[-1].slots if row.slot is SlotName.OTHER] == [Reason.NOT_PLAIN]
+    assert session.records[-1].bytes_back >= x.nbytes
+
+
+def test_tensor_of_a_region_stays_with_a_conjugate_view_of_its_memory() -> None:
+    def make() -> list[torch.Tensor]:
+        z = torch.ones(50, dtype=torch.complex64)
+        return [z, z.conj()]
+
+    _, session = _through(make, "shared")
+    (row,) = _rows(session)
+    assert (row.fate, row.reason, row.tensors) == (Fate.KEPT, Reason.ALIAS, 1)
+    assert session.records[-1].bytes_out == 0
+
+
+def test_region_of_which_nothing_is_dense_memory_stays() -> None:
+    _, session = _through(lambda: [torch.ones(3, 3).to_sparse(), torch.ones(3, 3).to_sparse()], "sparse")
+    (row,) = _rows(session)
+    assert (row.fate, row.reason, row.tensors) == (Fate.KEPT, Reason.NOT_PLAIN, 2)
     assert session.records[-1].bytes_out == 0
 
 
@@ -134,7 +183,7 @@ def test_storage_of_a_tensor_without_elements_is_not_held_for_the_copy(monkeypat
         large.append(StorageWeakRef(storage.untyped_storage()))
         return [torch.ones(100), storage[:0]]
 
-    layer = _Layer(make, ("a",))
+    layer = Layer(make, ("a",))
     with OffloadSession(layer, min_bytes=0, max_in_flight="1GiB") as session:
         layer.session = session
         with session.step():
