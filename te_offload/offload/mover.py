@@ -228,13 +228,13 @@ class Mover:
             else:
                 cargo.lease.release(() if cargo.out is None else (cargo.out.ended,))
             cargo.lease = None
-        for lot in cargo.lots:
-            if lot.memory is not None:
-                lot.let_go()
-                for reference in cargo.users:
-                    user = reference()
-                    if user is not None:
-                        user.forget_memory()
+        back = [lot for lot in cargo.lots if lot.memory is not None]
+        for lot in back:
+            lot.let_go()
+        for reference in cargo.users if back else ():
+            user = reference()
+            if user is not None:
+                user.forget_memory()
         cargo.watch, cargo.users = None, ()  # which refer to the cargo
         cargo.move(SlotState.RELEASED)
         if cargo.sources is None:

@@ -180,7 +180,9 @@ class Saved:
     def take_one(self) -> torch.Tensor:
         """The one saved tensor; errors as in `take`."""
         part = self.part
-        if part is not None and part.cut is not None and not self._taken:  # another handle has brought all of it back
+        if (
+            part is not None and part.cut is not None and not self._taken and not self.entry.once
+        ):  # another brought it back
             self._taken = True
             tensor = part.cut[self.position]
             assert self.cargo is not None
@@ -310,7 +312,10 @@ class Saved:
         if part.lot is not None:
             self.cargo = cargo
             part.wait_for(cargo, 1)
-        self._parts = [*self._parts, (part, position, number)]
+        if isinstance(self._parts, list):
+            self._parts.append((part, position, number))
+        else:
+            self._parts = [(part, position, number)]
 
     def reads(self, lot: Lot, offset: int) -> bool:
         """Whether a byte of a lot is of these tensors, or of a strip with one of them."""
