@@ -238,8 +238,8 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
 
 
 def _without_odd_ones(region: Load, rules: Rules, device: torch.device, loads: list[Load]) -> Load:
-    """Of a region, which is whatever was saved in it, what can go. The rest of it becomes slots of their own, in ``loads``;
-    where nothing can go all of it stays one.
+    """Of a region, which is whatever was saved in it, what can go. The rest becomes a slot of its own, in ``loads``; where
+    nothing can go all of it stays one.
     """
     entry = region.entry
     able: list[Saved] = []
@@ -249,7 +249,7 @@ def _without_odd_ones(region: Load, rules: Rules, device: torch.device, loads: l
         (able if is_plain(tensor) and tensor.device == device else odd).append(handle)
     if not able:
         return region
-    loads += [_load(entry.visit.entry_apart(handle), rules, device) for handle in odd]
+    loads.append(_load(entry.visit.entry_apart(odd), rules, device))
     entry.hold(able)
     return _load(entry, rules, device)
 

@@ -179,10 +179,8 @@ class Saved:
 
     def take_one(self) -> torch.Tensor:
         """The one saved tensor; errors as in `take`."""
-        part = self.part
-        if (
-            part is not None and part.cut is not None and not self._taken and not self.entry.once
-        ):  # another brought it back
+        part = self.part  # which another handle may have brought back
+        if part is not None and part.cut is not None and not self._taken and not self.entry.once:
             self._taken = True
             tensor = part.cut[self.position]
             assert self.cargo is not None

@@ -197,10 +197,8 @@ class LayerVisit(SlotObserver):
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: a handle, or the tensor itself where it must not be touched."""
         kind, base = type(tensor), tensor._base
-        if (
-            kind is torch.Tensor and base is None and self._regions and id(tensor) not in self._named
-        ):  # as most are: in one step
-            entry = self._regions[-1].entry
+        if kind is torch.Tensor and base is None and self._regions and id(tensor) not in self._named:
+            entry = self._regions[-1].entry  # as most are: in one step
             if entry is not None and not getattr(tensor, te_adapter.NOT_OFFLOAD, False):
                 handle = Saved([tensor], entry)
                 entry.handles.append(weakref.ref(handle))
@@ -268,11 +266,11 @@ class LayerVisit(SlotObserver):
             self.entries.append(entry)
         return entry
 
-    def entry_apart(self, handle: Saved) -> SlotEntry:
-        """An entry of its own for a tensor of a region that cannot go with the others."""
+    def entry_apart(self, handles: list[Saved]) -> SlotEntry:
+        """An entry for tensors of a region that cannot go with the others."""
         ordinal = sum(entry.ordinal is not None for entry in self.entries)
-        entry = SlotEntry(self, "", SlotName.OTHER, keep=handle.entry.keep, once=False, ordinal=ordinal)
-        entry.hold([handle])
+        entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False, ordinal=ordinal)
+        entry.hold(handles)
         self.entries.append(entry)
         return entry
 
