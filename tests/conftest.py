@@ -68,18 +68,21 @@ def no_hook_left() -> Iterator[None]:
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) == before, "a saved-tensor hook was left behind"
 
 
-@pytest.fixture(scope="module", params=["each slot alone", "each aligned slot alone", "small slots together"])
+@pytest.fixture(
+    scope="module",
+    params=["each slot alone", "each aligned slot alone", "small slots together", "small aligned slots together"],
+)
 def alone_and_together(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A module's tests three times: slots as small as a test's go alone, as large ones do, also as if they were aligned as
-    a GPU's are; or together.
+    """A module's tests four times: slots as small as a test's go alone, as large ones do, or together; each also as if they
+    were aligned as a GPU's are.
     """
     from te_offload.offload import cargo, decide, session
     from te_offload.offload.decide import Rules
 
     with pytest.MonkeyPatch.context() as patch:
-        if request.param != "small slots together":
+        if "alone" in request.param:
             patch.setattr(session, "Rules", functools.partial(Rules, together=0))
-        if request.param == "each aligned slot alone":
+        if "aligned" in request.param:
             for module in (cargo, decide):
                 patch.setattr(module, "ALIGNMENT", 64)  # what torch gives on a CPU
         yield

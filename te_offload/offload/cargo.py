@@ -63,14 +63,33 @@ class Lot:
 
     def tensors(self, strip: Strip, offset: int) -> Sequence[torch.Tensor]:
         """The tensors of a strip that begins at a byte of the allocation, in the strip's order."""
-        memory = self.memory
-        assert memory is not None
         if self.shape is not None:
-            return strip.cut(memory)
-        whole = self._typed.get(strip.dtype)
+            return strip.cut(self.whole())
+        return strip.views(self._as(strip.dtype), offset)
+
+    def whole(self) -> torch.Tensor:
+        """The one tensor that is all of it."""
+        assert self.memory is not None and self.shape is not None
+        return self.memory
+
+    def part(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        """A tensor that begins at a byte of the allocation."""
+        return self._as(dtype).as_strided(size, stride, offset // dtype.itemsize)
+
+    def _as(self, dtype: torch.dtype) -> torch.Tensor:
+        """The allocation as numbers."""
+        whole = self._typed.get(dtype)
         if whole is None:
-            whole = self._typed[strip.dtype] = memory.view(strip.dtype)
-        return strip.views(whole, offset)
+            assert self.memory is not None
+            whole = self._typed[dtype] = self.memory.view(dtype)
+        return whole
+
+    def hand_over(self, cargo: Cargo) -> None:
+        """A part with all of its tensors was given out: after the last one only those hold the memory."""
+        self.untaken -= 1
+        if self.untaken == 0:
+            self.let_go()
+        cargo.hand_over()
 
     def let_go(self) -> None:
         """Hold the allocation no more."""

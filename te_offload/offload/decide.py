@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from te_offload.offload.cargo import Cargo
-from te_offload.offload.extents import ALIGNMENT, Run, Runs, Strip, find_runs, lone, storage_key, strips_of
+from te_offload.offload.extents import ALIGNMENT, Run, Runs, Strip, find_runs, lone, lone_runs, storage_key, strips_of
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.saved import Part, Saved, SlotEntry, are_plain, has_storage, is_plain
 from te_offload.ops import te_adapter
@@ -52,7 +52,8 @@ class Load:
         entry: the slot. others: small slots that go with it.
         handles: its live handles; of a slot that goes, those whose bytes go with it, also from other slots.
         tensors: of the handles, one handle's behind the other's; dense ones if the slot may go.
-        strips: of the tensors, runs: of all strips, where they were needed. contiguous: it is one contiguous tensor.
+        strips: of the tensors, runs: of all strips, where they were needed.
+        contiguous: it is one contiguous tensor, or each of the slots that go together is.
         bases: for each strip what to add to its members to get numbers of tensors.
         cargo: carries the bytes, if the slot goes and has any of its own.
     """
@@ -123,7 +124,13 @@ class Load:
         cargo, handles = self.cargo, self.handles
         assert cargo is not None
         if self.runs is None:
-            handles[0].go_alone(cargo)
+            handles[0].go_alone(cargo, cargo.lots[0], 0)
+            return handles
+        if self.contiguous and self.others:
+            for handle, place in zip(handles, self.runs.places, strict=True):
+                assert place is not None
+                lot, begin = cargo.places[place[0]]
+                handle.go_alone(cargo, lot, begin + place[1])
             return handles
         if len(handles) == 1 and len(self.strips) == 1 and cargo.copied:
             place = self.runs.places[0]
@@ -192,7 +199,7 @@ def decide(
     if not going:
         return [], [load for load in loads if load.handles]
     for load in going:
-        if load.runs is None and not (load.contiguous and load.entry.nbytes >= rules.together):
+        if not load.contiguous:
             load.measure(device)
     named = False not in [load.entry.once for load in going]
     owned = frozenset() if named else owned_by_layer()
@@ -321,12 +328,19 @@ def _together(loads: list[Load], below: int, device: torch.device) -> list[Load]
         return loads
     first = Load(small[0].entry, [handle for load in small for handle in load.handles])
     first.others = small[1:]
+    across = device.type == "cuda"
+    if False not in [load.contiguous for load in small]:
+        begins, lengths = [tensor.data_ptr() for tensor in first.tensors], [load.entry.nbytes for load in small]
+        if 0 not in lengths and not any(map(ALIGNMENT.__rmod__, begins)):
+            first.runs, first.contiguous = lone_runs(begins, lengths, across_storages=across), True
+            return [first, *(load for load in loads if load.entry.nbytes >= below)]
     base = 0
     for load in small:
+        load.measure(device)
         first.strips += load.strips
         first.bases += [base] * len(load.strips)
         base += len(load.tensors)
-    first.runs = find_runs(first.strips, across_storages=device.type == "cuda")
+    first.runs = find_runs(first.strips, across_storages=across)
     return [first, *(load for load in loads if load.entry.nbytes >= below)]
 
 

@@ -209,6 +209,27 @@ def lone(tensor: torch.Tensor) -> tuple[Strip, Runs]:
     return strip, Runs((Run(start, nbytes + lead),), ((0, lead),), nbytes)
 
 
+def lone_runs(begins: Sequence[int], lengths: Sequence[int], *, across_storages: bool) -> Runs:
+    """The runs of contiguous tensors that have no memory in common: what `find_runs` says, in less time.
+
+    Args:
+        begins: their addresses, multiples of 512. lengths: their bytes, none 0. across_storages: as for `find_runs`.
+    """
+    places: list[tuple[int, int]] = [(0, 0)] * len(begins)
+    runs: list[Run] = []
+    first, end = 0, -1
+    for index in sorted(range(len(begins)), key=begins.__getitem__):
+        begin = begins[index]
+        if not (across_storages and begin % SEGMENT and begin < end + ALIGNMENT):
+            if end >= 0:
+                runs.append(Run(first, end - first))
+            first = begin
+        places[index] = (len(runs), begin - first)
+        end = begin + lengths[index]
+    runs.append(Run(first, end - first))
+    return Runs(tuple(runs), tuple(places), sum(lengths))
+
+
 class Run(NamedTuple):
     """Bytes at ``address`` that are copied in one piece."""
 

@@ -8,6 +8,7 @@ is without hooks. Does not: decide whether its bytes move.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -145,10 +146,7 @@ class Part:
         lot = self.lot
         if self.untaken == 0 and lot is not None:
             self.cut = None
-            lot.untaken -= 1
-            if lot.untaken == 0:
-                lot.let_go()
-            cargo.hand_over()
+            lot.hand_over(cargo)
 
 
 class Saved:
@@ -164,7 +162,8 @@ class Saved:
     hold: Hold | None = None
     part: Part | None = None  # with its one tensor, at this position
     position = 0
-    _lot: Lot | None = None  # else: of which its one tensor is all
+    _lot: Lot | None = None  # else: with its one tensor; of which that is all, or which begins there with this shape
+    _place: tuple[Sequence[int], Sequence[int], torch.dtype, int] | None = None
     # Else: also the position of a tensor in the part, and its number here.
     _parts: Sequence[tuple[Part, int | None, int]] = ()
     _taken = False
@@ -235,9 +234,7 @@ class Saved:
     def _restore(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors over the memory that is back."""
         if self._lot is not None:
-            memory = self._lot.memory
-            assert memory is not None
-            return [memory]
+            return [self._lot.whole() if self._place is None else self._lot.part(*self._place)]
         if self.part is not None:
             return [self.part.tensors(device)[self.position]]
         tensors: dict[int, torch.Tensor] = {}
@@ -250,9 +247,9 @@ class Saved:
 
     def _hand_over(self, cargo: Cargo) -> None:
         """With a lot's last tensor only those that were given out hold its memory."""
-        if self._lot is not None:
-            self._lot.memory = None
-            cargo.hand_over()
+        lot = self._lot
+        if lot is not None:
+            lot.hand_over(cargo)
         elif self.part is not None:
             self.part.hand_over(cargo)
         for part, _, _ in self._parts:
@@ -279,11 +276,17 @@ class Saved:
             self.add_part(cargo, part, None, 0)
         return self.cargo is not None
 
-    def go_alone(self, cargo: Cargo) -> None:
-        """The same for one contiguous tensor, which is all of a cargo's one lot."""
-        tensor, lot = self.held[0], cargo.lots[0]
-        lot.shape = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        self.cargo, self._lot, cargo.untaken = cargo, lot, 1
+    def go_alone(self, cargo: Cargo, lot: Lot, offset: int) -> None:
+        """The same for one contiguous tensor, which has elements, from a byte of a lot on."""
+        tensor = self.held[0]
+        shape = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        if lot.nbytes == tensor.nbytes:
+            lot.shape = shape
+        else:
+            self._place = (*shape, offset)
+        self.cargo, self._lot = cargo, lot
+        lot.untaken += 1
+        cargo.untaken += 1
 
     def go_as_one(self, cargo: Cargo, part: Part) -> None:
         """The same for one part with all of its tensors, which have elements: nobody else's are in its lot."""
@@ -318,7 +321,10 @@ class Saved:
     def reads(self, lot: Lot, offset: int) -> bool:
         """Whether a byte of a lot is of these tensors, or of a strip with one of them."""
         if self._lot is lot:
-            return True
+            if self._place is None:
+                return True
+            size, _, dtype, begin = self._place
+            return begin <= offset < begin + math.prod(size) * dtype.itemsize
         parts = [part for part, _, _ in self._parts] if self.part is None else [self.part]
         return any(
             part.offset <= offset < part.offset + part.strip.end - part.strip.begin for part in parts if part.lot is lot

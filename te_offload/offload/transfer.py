@@ -238,8 +238,6 @@ class CudaTransfer:
 
     def copy_back(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         """See `Transfer.copy_back`."""
-        if self._capturing and after[0] is not self._back.first:
-            self._continue_compute()
         return self._copy(self._back, pieces, after)
 
     def block_compute(self, mark: Mark) -> None:
@@ -257,6 +255,8 @@ class CudaTransfer:
         if after[0] is way.first:  # the stream waits for it already
             waits = after[1:]
         else:
+            if self._capturing:
+                self._continue_compute()
             way.first = after[0]
         for mark in waits:
             self._wait_event(mark.event, stream)  # type: ignore[attr-defined]
@@ -267,8 +267,8 @@ class CudaTransfer:
     def _continue_compute(self) -> None:
         """Have more work of the compute stream follow its last work before a copy does.
 
-        A CUDA graph seems to run a node's first successor where it ran the node, and the others elsewhere. Where a copy
-        back was the first one, the copies out of the whole forward ran at 49 to 54 GB/s, and at 55 where it was the second
+        A CUDA graph seems to run a node's first successor where it ran the node, and the others elsewhere. Where a copy was
+        the first one, the copies out of the whole forward ran at 49 to 54 GB/s, and at 55 where it was the second
         (docs/results/, graphs).
         """
         torch.zeros(1, device=torch.device("cuda", self._index))

@@ -71,3 +71,27 @@ def test_copy_back_is_not_the_first_to_follow_the_work_that_it_comes_after() -> 
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(result.cpu(), host + 4)
+
+
+def test_copy_out_is_not_the_first_to_follow_the_work_that_it_comes_after() -> None:
+    """Where a copy out was the first one, as at a layer's end in te.ops, all copies out were slow."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    transfer = CudaTransfer(device)
+    host = torch.zeros(1 << 20).pin_memory()
+    x = torch.ones(1 << 20, device=device)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        transfer.capture(on=True)
+        y = x + 1
+        copy = transfer.copy_out([(y.data_ptr(), host.data_ptr(), 4 << 20)], (transfer.mark(),))
+        z = x * 3
+        transfer.block_compute(copy.ended)
+        result = y + z
+        transfer.capture(on=False)
+    forks = [successors for successors in _order(graph) if True in successors]
+    assert forks == [[False, True]]
+    graph.instantiate()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(host, torch.full_like(host, 2)) and torch.equal(result.cpu(), torch.full_like(host, 5))

@@ -77,6 +77,23 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert session.records[-1].bytes_back >= value.nbytes
 
 
+@pytest.mark.parametrize("odd", [False, True])
+def test_tensors_of_several_dtypes_come_back_beside_each_other_and_beside_odd_ones(odd: bool) -> None:
+    made = [
+        torch.arange(50, dtype=torch.float64),
+        torch.arange(60, dtype=torch.int16).view(5, 12),
+        torch.arange(7, dtype=torch.float32) / 3,
+        torch.arange(33, dtype=torch.uint8),
+    ]
+    if odd:
+        made += [torch.empty(0, 3), torch.arange(32, dtype=torch.float32).view(4, 8).t()]
+    found, session = round_trip(lambda: [one.clone() for one in made], max_in_flight=0)
+    for one, back in zip(made, found, strict=True):
+        assert (back.shape, back.dtype, back.stride()) == (one.shape, one.dtype, one.stride())
+        assert torch.equal(back, one)
+    assert session.records[-1].bytes_back == sum(one.nbytes for one in made)
+
+
 def test_nan_payloads_infinities_and_negative_zero_survive() -> None:
     bits = torch.tensor([0x7FC00001, 0x7F800000, -0x80000000, 0x7F800001, 1], dtype=torch.int32)
     (found,), _ = round_trip(lambda: [bits.view(torch.float32).clone()])

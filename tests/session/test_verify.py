@@ -18,6 +18,7 @@ from te_offload.offload.cargo import Cargo
 from te_offload.offload.mover import Mover
 from te_offload.offload.states import SlotState
 from te_offload.offload.transfer import Mark
+from tests.session.test_bits import Layer
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.late_copies import LateTransfer
 from tests.support.mlp import assert_same_bits, make_inputs, run
@@ -74,6 +75,54 @@ def test_torn_copy_is_named_with_its_slot_and_first_byte(monkeypatch: pytest.Mon
     named = pytest.raises(CorruptionError, match=r"layer\d/\d\.\w+_input, forward 0: .* the first one is byte \d+, 0x")
     with OffloadSession(model.layers, min_bytes=0, max_in_flight=0, verify=True) as session, session.step(), named:
         run(model, SPLITS)
+
+
+class _Spoils(Mover):
+    """Changes one byte of what comes back: the first, or the last, of the first tensor of each slot in turn."""
+
+    turn, last, expected = 0, False, ""
+
+    def send_out(self, cargo: Cargo, sources: Any) -> None:
+        cargo.notes = [  # type: ignore[attr-defined]
+            (user.name, user.held[0].data_ptr() + (user.held[0].nbytes - 1 if _Spoils.last else 0))
+            for user in (reference() for reference in cargo.users)
+            if user is not None
+        ]
+        super().send_out(cargo, sources)
+
+    def start_back(self, cargo: Cargo, free: Mark) -> None:
+        super().start_back(cargo, free)
+        if cargo.back is None or _Spoils.expected:
+            return
+        cargo.back.ended.wait()
+        notes = cargo.notes  # type: ignore[attr-defined]
+        _Spoils.expected, address = notes[_Spoils.turn % len(notes)]
+        for (start, nbytes), (lot, begin) in zip(cargo.runs, cargo.places, strict=True):
+            if start <= address < start + nbytes:
+                assert lot.memory is not None
+                whole = lot.memory.as_strided((lot.memory.numel(),), (1,)).view(torch.uint8)
+                whole[begin + address - start] += 1
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("turn", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["a tensor an expert", "a tensor"])
+def test_first_and_last_byte_of_a_slot_are_named_as_its_own(
+    monkeypatch: pytest.MonkeyPatch, kind: str, turn: int, last: bool
+) -> None:
+    use(monkeypatch, LateTransfer(), _Spoils)
+    for name, value in (("turn", turn), ("last", last), ("expected", "")):
+        monkeypatch.setattr(_Spoils, name, value)
+    model = Stack(2)
+    plain = [Layer(lambda: [torch.full((40 + extra,), extra + 1.0) for extra in range(3)]) for _ in range(3)]
+    owners = model.layers if kind == "a tensor an expert" else plain
+    named = pytest.raises(CorruptionError, match=r"forward 0: .* 1 of \d+ bytes differ")
+    with OffloadSession(owners, min_bytes=0, max_in_flight=0, verify=True) as session, session.step(), named as error:
+        if owners is plain:
+            plain[2](plain[1](plain[0](torch.ones(4, requires_grad=True)))).sum().backward()
+        else:
+            run(model, SPLITS)
+    assert _Spoils.expected and str(error.value).startswith(f"{_Spoils.expected}, forward 0")
 
 
 def test_without_verify_a_torn_copy_is_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

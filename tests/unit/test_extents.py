@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_offload.offload.extents import ALIGNMENT, SEGMENT, Strip, find_runs, lone, strips_of
+from te_offload.offload.extents import ALIGNMENT, SEGMENT, Strip, find_runs, lone, lone_runs, strips_of
 
 
 def strip(begin: int, end: int, storage_begin: int, storage: int) -> Strip:
@@ -192,3 +192,25 @@ def test_one_contiguous_tensor_is_cut_as_any_others_are(begin: int, size: list[i
     strip, runs = lone(tensor)
     assert [strip] == strips_of([tensor])
     assert runs == find_runs([strip], across_storages=across)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1500)), min_size=2, max_size=6),
+    st.integers(0, 12),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
+def test_contiguous_tensors_of_their_own_have_the_runs_that_any_others_have(
+    parts: list[tuple[int, int]], lead: int, random: Random, across: bool
+) -> None:
+    base = torch.zeros(2 * SEGMENT, dtype=torch.uint8)
+    begin = -base.data_ptr() % SEGMENT + SEGMENT - lead * ALIGNMENT  # some before the border of a segment, some behind
+    memory, tensors = memoryview(base.numpy().data), []
+    for gap, nbytes in parts:
+        begin += gap * ALIGNMENT
+        tensors.append(torch.frombuffer(memory[begin : begin + nbytes], dtype=torch.uint8))
+        begin += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    random.shuffle(tensors)
+    strips = [strips_of([tensor])[0] for tensor in tensors]
+    begins, lengths = [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
+    assert lone_runs(begins, lengths, across_storages=across) == find_runs(strips, across_storages=across)
