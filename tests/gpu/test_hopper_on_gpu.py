@@ -28,6 +28,8 @@ SPLITS = {
     "ragged": (16, 301, 47, 148),
     "empty and one-token": (0, 355, 1, 0),
     "no tokens": (0, 0, 0, 0),
+    "one with most of more tokens": (97, 900, 0, 3),  # for which other tiles are taken
+    "many tokens": (8000, 0, 200, 57),  # and here
 }
 
 
