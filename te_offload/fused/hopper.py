@@ -39,6 +39,7 @@ KERNEL_PACKAGES = (
     ("nvidia-cutlass-dsl", "cutlass", "4.8.1"),
 )  # as in pyproject.toml
 _ALIGNED = 8  # 16-bit elements in TMA's 16 bytes
+_SPLIT_DTYPES = torch.int32, torch.int64
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -166,8 +167,10 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         extra_inputs: Sequence[Any],
     ) -> tuple[str | None, list[Any]]:
         """Why a call does not go a way, if it does not; and how both linears are scaled, if they are."""
-        reference = _in_torch_arithmetic(input_)
-        scalings = [quantized.scaling_of(way, self.basic_ops[place], reference=reference) for place in (0, 2)]
+        scalings: list[Any] = [None, None]
+        if way != quantized.DENSE:
+            reference = _in_torch_arithmetic(input_)
+            scalings = [quantized.scaling_of(way, self.basic_ops[place], reference=reference) for place in (0, 2)]
         return self._call_reason(way, scalings, ctxs, input_, extra_inputs), scalings
 
     def _call_reason(
@@ -183,38 +186,41 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         right = scales.shape == input_.shape[:-1] and scales.device == input_.device and scales.is_floating_point()
         if not right and not isinstance(activation, SlotOwner):  # ours raises its own error
             return "the router scales are not one floating-point number a row, where the input is"
-        for sizes in (extra_inputs[0][0], extra_inputs[2][0]):
-            if sizes.dtype not in (torch.int32, torch.int64):
+        splits1, splits2 = extra_inputs[0][0], extra_inputs[2][0]
+        both = (splits1,) if splits2 is splits1 else (splits1, splits2)
+        for sizes in both:
+            if sizes.dtype not in _SPLIT_DTYPES:
                 return f"the split sizes are {sizes.dtype}"
         if te_adapter.is_grouped_tensor(input_):
             return "its input is a GroupedTensor"
-        if len({ctx.requires_grad for ctx in ctxs}) > 1:
+        if not ctxs[0].requires_grad == ctxs[1].requires_grad == ctxs[2].requires_grad:
             return "a gradient is needed by some of its ops alone"
-        dtypes = []
+        dtypes, device, on_gpu = [], input_.device, input_.is_cuda
         for op, scaling in zip((fc1, fc2), scalings, strict=True):
             if isinstance(scaling, str):
                 return scaling
             weight = _weight_of(op, way)
             if weight is None:
                 return "weights that are quantized, or no plain tensors"
-            dtypes.append(weight.dtype)
+            dtype = weight.dtype
+            dtypes.append(dtype)
             if te_adapter.is_distributed_weight(parameters.first_weight(op)):
                 return "distributed weights"
-            if weight.device != input_.device:
-                return f"a weight is on {weight.device}, the input on {input_.device}"
-            if weight.dtype != _compute_dtype(weight):
-                return f"a weight is {weight.dtype}, autocast asks for {_compute_dtype(weight)}"
+            if weight.device != device:
+                return f"a weight is on {weight.device}, the input on {device}"
+            if dtype != _compute_dtype(weight):
+                return f"a weight is {dtype}, autocast asks for {_compute_dtype(weight)}"
         if dtypes[0] != dtypes[1]:
             return f"FC1's weights are {dtypes[0]}, FC2's {dtypes[1]}"
         for op in (fc1, fc2):
             if op._accumulate_into_main_grad:
                 dtype = te_adapter.main_grad_of(parameters.first_weight(op)).dtype  # an error here if there is none
-                if input_.is_cuda and dtype not in (*_DTYPES, torch.float32):
+                if on_gpu and dtype not in (*_DTYPES, torch.float32):
                     return f"main_grad is {dtype}"
-        if input_.is_cuda:
+        if on_gpu:
             if dtypes[0] not in _DTYPES:
                 return f"there are no kernels for {dtypes[0]}"
-            for sizes in (extra_inputs[0][0], extra_inputs[2][0]):
+            for sizes in both:
                 if not sizes.is_cuda:
                     return "the split sizes are on the CPU"
         return None
@@ -475,7 +481,7 @@ def _readable(tensor: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
-    device = weight.device.type
+    device = "cuda" if weight.is_cuda else weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 

@@ -7,6 +7,7 @@ devices or dtypes.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,13 +37,14 @@ def weight_parameters(op: Any) -> list[torch.nn.Parameter]:
     """The weights as they are registered; not by attribute, which takes the host a microsecond each."""
     if op.single_grouped_weight:
         return [op.weight]
-    parameters = op._parameters
-    return [parameters[name] for name in _weight_names(op.num_groups)]
+    if op.num_groups == 1:
+        return [op._parameters["weight0"]]
+    return list(_weights_of(op.num_groups)(op._parameters))
 
 
 @functools.cache
-def _weight_names(count: int) -> tuple[str, ...]:
-    return tuple([f"weight{number}" for number in range(count)])
+def _weights_of(count: int) -> operator.itemgetter[Any]:
+    return operator.itemgetter(*[f"weight{number}" for number in range(count)])
 
 
 def weights(op: Any) -> torch.Tensor | Sequence[torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 from te_offload.errors import ArgumentError
 
 TMA_BYTES = 16  # what addresses and strides of a TMA descriptor must be multiples of (CUDA driver API, tensor map)
+_ADDRESS = torch.Tensor.data_ptr
 _COARSEST = 1 << 20  # bytes; a coarser step gains nothing
 
 
@@ -94,7 +95,7 @@ class ExpertsCache:
         """
         if isinstance(tensors, torch.Tensor):
             return self._together(name, tensors)
-        begins = tuple([tensor.data_ptr() for tensor in tensors])
+        begins = tuple(map(_ADDRESS, tensors))
         known = self._known.get(name)
         if known is None or known[0] != begins or known[1].view.dtype != tensors[0].dtype:
             known = self._known[name] = begins, Experts.of(name, tensors)
