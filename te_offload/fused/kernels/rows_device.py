@@ -1,5 +1,4 @@
-"""Small kernels over rows, in CuTe DSL: offsets of the experts' rows, the experts by size, sums of router-scale gradients,
-rows of no expert.
+"""Small kernels over rows, in CuTe DSL: offsets of the experts' rows, sums of router-scale gradients, rows of no expert.
 
 In: nothing when imported. Out: kernel classes, which `sm90_compile` compiles. Keeps true: no number reaches the host; sums
 are taken in one order. Does not: need Hopper; or launch. Needs nvidia-cutlass-dsl.
@@ -111,41 +110,4 @@ class RowSums:
             sums[row] = total
 
 
-class ExpertOrder:
-    """``order[:N]``: the experts, those with the most rows first, of as many the first one first; ``order[N] = 0``.
-
-    offsets (N + 1,) int32; order (N + 1,) int32.
-    """
-
-    @cute.jit  # type: ignore[untyped-decorator]
-    def __call__(self, offsets: cute.Tensor, order: cute.Tensor, stream: cuda.CUstream) -> None:
-        """Launch."""
-        blocks = cute.ceil_div(offsets.shape[0], _THREADS)
-        self.kernel(offsets, order).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
-
-    @cute.kernel  # type: ignore[untyped-decorator]
-    def kernel(self, offsets: cute.Tensor, order: cute.Tensor) -> None:
-        """A thread for each expert, which counts those that come before its own."""
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        expert = block * _THREADS + thread
-        count = offsets.shape[0] - 1
-        if expert < count:
-            rows = offsets[expert + 1] - offsets[expert]
-            place, begin = Int32(0), offsets[0]
-            for other in cutlass.range(count):
-                end = offsets[other + 1]
-                if (end - begin > rows) | ((end - begin == rows) & (other < expert)):
-                    place += 1
-                begin = end
-            order[place] = expert
-        elif expert == count:
-            order[count] = Int32(0)
-
-
-KERNELS: dict[str, Any] = {
-    "offsets": ExpertOffsets,
-    "clear": ClearRows,
-    "sums": RowSums,
-    "order": ExpertOrder,
-}
+KERNELS: dict[str, Any] = {"offsets": ExpertOffsets, "clear": ClearRows, "sums": RowSums}

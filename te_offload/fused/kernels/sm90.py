@@ -70,7 +70,7 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
         (Tile(128, 160, pingpong=True), 1.05),
         (Tile(128, 256), 1.04),
     ),
-    ("wgrad", Regime.MANY): ((Tile(128, 192, 1, 1, pingpong=True, dynamic=True), 1.0),),
+    ("wgrad", Regime.MANY): ((Tile(256, 192), 1.0), (Tile(128, 256), 1.077)),
 }
 _NARROW = 8  # columns; the fewest that TMA takes
 _NARROW_TILE = Tile(128, 128, pingpong=True)
@@ -225,21 +225,11 @@ class Sm90Kernels:
             cluster = tile.cluster_rows, tile.cluster_columns
             with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
                 function = sm90_compile.compiled_wgrad(
-                    kernel.__name__,
-                    (a.dtype, b.dtype),
-                    grads.dtype,
-                    (tile.rows, tile.columns),
-                    cluster,
-                    pingpong=tile.pingpong,
-                    dynamic=tile.dynamic,
+                    kernel.__name__, (a.dtype, b.dtype), grads.dtype, (tile.rows, tile.columns), cluster, tile.pingpong
                 )
             clusters = get_max_active_clusters(cluster[0] * cluster[1])
-            found = self._functions[key] = function, clusters, make_scheduler_args(clusters, SWIZZLE, None)
-        function, clusters, schedule = found
-        if tile.dynamic:
-            order = torch.empty_like(offsets)
-            self._rows("order", offsets.dtype)(offsets, order)
-            schedule = make_scheduler_args(clusters, SWIZZLE, order[-1:], order)
+            found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)
+        function, schedule = found
         arguments, varlen = kernel.EpilogueArguments(**values), make_varlen_args(None, offsets, None)
         function(a, b, grads, None, arguments, schedule, varlen, None, None)
 

@@ -52,14 +52,12 @@ def compiled_wgrad(
     out_dtype: torch.dtype,
     tile: tuple[int, int],
     cluster: tuple[int, int],
-    *,
     pingpong: bool,
-    dynamic: bool,
 ) -> Any:
     """The wgrad kernel ``name`` of `sm90_device`, or of `sm90_fp8_device` or `sm90_block_device` for operands of 8 bits.
 
     Args:
-        dtypes: of A and B. dynamic: the scheduler's arguments have a counter, which is 0, and an order of the experts.
+        dtypes: of A and B.
 
     Returns:
         A function of A (rows, T) and B (columns, T), each with stride 1 along its first dimension, or along its second one
@@ -67,28 +65,19 @@ def compiled_wgrad(
         ``None``.
     """
     a, b = [torch2cute_dtype_map[dtype] for dtype in dtypes]
-    out = torch2cute_dtype_map[out_dtype]
-    return _compile_expert_wgrad(name, a, b, out, tile, cluster, pingpong, dynamic, source_key())
+    return _compile_expert_wgrad(name, a, b, torch2cute_dtype_map[out_dtype], tile, cluster, pingpong, source_key())
 
 
 @jit_cache  # type: ignore[untyped-decorator]
 def _compile_expert_wgrad(
-    name: str,
-    a_dtype: Any,
-    b_dtype: Any,
-    out_dtype: Any,
-    tile: Any,
-    cluster: Any,
-    pingpong: bool,
-    dynamic: bool,
-    _source: str,
+    name: str, a_dtype: Any, b_dtype: Any, out_dtype: Any, tile: Any, cluster: Any, pingpong: bool, _source: str
 ) -> Any:
     is_fp8 = a_dtype.width == 8
     by_block = hasattr(sm90_block_device, name)
     module: Any = sm90_block_device if by_block else sm90_fp8_device if is_fp8 else sm90_device
     kernel = getattr(module, name)
     majors = ("k", "k") if is_fp8 else ("m", "n")
-    a, b, d, c, _, columns, k, _ = make_fake_gemm_tensors(
+    a, b, d, c, _, columns, k, experts = make_fake_gemm_tensors(
         a_dtype, b_dtype, out_dtype, None, *majors, "n", None, varlen_k=True
     )
     values = {sm90_device.TABLE: make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)}
@@ -104,14 +93,14 @@ def _compile_expert_wgrad(
         pingpong,
         True,  # persistent
         False,  # A is not gathered
-        dynamic,
+        False,  # static schedule
         CAPABILITY,
         a,
         b,
         d,
         c,
         kernel.EpilogueArguments(**values),
-        make_fake_scheduler_args(dynamic, dynamic, cute.sym_int()),
+        make_fake_scheduler_args(False, False, experts),
         make_fake_varlen_args(False, True, False, k),
     )
 
@@ -139,8 +128,6 @@ def _compile_expert_rows(name: str, dtype: Any, sizes_dtype: Any, _source: str) 
         arguments = [sizes, offsets, matrix]
     elif name == "clear":
         arguments = [offsets, matrix]
-    elif name == "order":
-        arguments = [offsets, make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)]
     else:
         arguments = [matrix, offsets, make_fake_tensor(Float32, (rows,), leading_dim=0, divisibility=1)]
     return _compile(rows_device.KERNELS[name](), *arguments)
