@@ -162,7 +162,7 @@ class Saved:
     hold: Hold | None = None
     part: Part | None = None  # with its one tensor, at this position
     position = 0
-    _lot: Lot | None = None  # else: with its one tensor; of which that is all, or which begins there with this shape
+    _lot: Lot | None = None  # else: its one tensor is all of it, or has a place there: size, stride, dtype, first byte
     _place: tuple[Sequence[int], Sequence[int], torch.dtype, int] | None = None
     # Else: also the position of a tensor in the part, and its number here.
     _parts: Sequence[tuple[Part, int | None, int]] = ()

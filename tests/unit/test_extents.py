@@ -203,7 +203,7 @@ def test_one_contiguous_tensor_is_cut_as_any_others_are(begin: int, size: list[i
 def test_contiguous_tensors_of_their_own_have_the_runs_that_any_others_have(
     parts: list[tuple[int, int]], lead: int, random: Random, across: bool
 ) -> None:
-    base = torch.zeros(2 * SEGMENT, dtype=torch.uint8)
+    base = torch.zeros(3 * SEGMENT, dtype=torch.uint8)
     begin = -base.data_ptr() % SEGMENT + SEGMENT - lead * ALIGNMENT  # some before the border of a segment, some behind
     memory, tensors = memoryview(base.numpy().data), []
     for gap, nbytes in parts:
