@@ -4,7 +4,8 @@
                                  [--single-grouped-weight] [--recipe fp8|fp8-delayed|fp8-block]
 
 All ways run in one process with the same weights and inputs, interleaved, forwards and backwards through the list by turns;
-each number is the median over the rounds of a few calls in a row, by events on the GPU. `graph` is the same forward and
+each number is the median over the rounds of as many calls in a row as take the GPU 30 ms, by events on it: with few calls
+the time until the first one reaches an idle GPU would be a good part of an eager one's. `graph` is the same forward and
 backward captured and replayed. `host` is what a forward takes the host, by its own clock, with the GPU idle before it.
 `bare kernels` are the launches of the fused op without autograd and Transformer Engine around them. `QuACK's GEMMs` are the
 same six products with QuACK's own host code, on packed weights, with our tiles and without any activation: the floor.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import statistics
 import time
@@ -36,7 +38,7 @@ from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.ops import te_adapter
 from te_offload.units import format_bytes
 
-CALLS = 4
+ROW = 30.0  # milliseconds of calls in a row
 Step = Callable[[], Any]
 
 
@@ -104,14 +106,14 @@ class Case:
         """The fused op's launches alone."""
         kernels, x = self._kernels, self.x.detach()
         act_input, offsets = self.bare_forward()
-        dact, fc2_input, _ = kernels.fc2_dgrad(
+        dact, fc2_input, _, counts = kernels.fc2_dgrad(
             self.dy, kernels.prepare("fc2", self.weights2), act_input, self.scales.detach(), offsets
         )
         dw2 = x.new_empty(len(self.weights2), self.hidden, self.ffn)
-        kernels.wgrad(self.dy, fc2_input, offsets, kernels.prepare("dw2", dw2), accumulate=False)
+        kernels.wgrad(self.dy, fc2_input, offsets, kernels.prepare("dw2", dw2), accumulate=False, count=counts[0])
         kernels.fc1_dgrad(dact, kernels.prepare("fc1", self.weights1), offsets, torch.empty_like(x))
         dw1 = x.new_empty(len(self.weights1), self.ffn, self.hidden)
-        kernels.wgrad(dact, x, offsets, kernels.prepare("dw1", dw1), accumulate=False)
+        kernels.wgrad(dact, x, offsets, kernels.prepare("dw1", dw1), accumulate=False, count=counts[1])
         return dw1, dw2
 
     def bare_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +131,7 @@ class Case:
         """The six products, with QuACK's plain epilogue, into buffers that are there."""
         x, dy, (w1, w2) = self.x.detach(), self.dy, (weights.detach() for weights in self._packed)
         act_input, offsets = self.bare_forward()
-        dact, fc2_input, _ = self._kernels.fc2_dgrad(
+        dact, fc2_input, *_ = self._kernels.fc2_dgrad(
             dy, self._kernels.prepare("fc2", self.weights2), act_input, self.scales.detach(), offsets
         )
         y, dx, spare, dw1, dw2 = (torch.empty_like(t) for t in (x, x, act_input, w1, w2))
@@ -176,15 +178,19 @@ def split(experts: int, tokens: int, *, skew: bool) -> list[int]:
 
 
 def milliseconds(step: Step) -> float:
-    """GPU time of one of a few calls in a row."""
+    """GPU time of one of as many calls in a row as take it `ROW`."""
+    return _of_one(step, max(1, math.ceil(ROW / _of_one(step, 2))))
+
+
+def _of_one(step: Step, calls: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
-    for _ in range(CALLS):
+    for _ in range(calls):
         step()
     end.record()
     torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / CALLS
+    return float(begin.elapsed_time(end)) / calls
 
 
 def host_milliseconds(step: Step) -> float:

@@ -389,8 +389,9 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             multiply: Callable[[Any, bool], None] = numbers.fc2_wgrad
         else:
             weights1, weights2 = _prepared(kernels, fc1, fc2)
-            dact_input, fc2_input, dscales = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
-            multiply = functools.partial(_multiply, kernels, dy, fc2_input, offsets2)
+            dact_input, fc2_input, dscales, counts = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
+            count2, count1 = counts.unbind()
+            multiply = functools.partial(_multiply, kernels, dy, fc2_input, offsets2, count2)
             del fc2_input
         ctx2.saved_tensors = act_input = None  # the session, or the allocator, may have its memory now
         grads2 = weight_grads("FC2", fc2, ctx3, kernels, dy, multiply)
@@ -409,7 +410,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             multiply = functools.partial(numbers.fc1_wgrad, x)
         else:
             kernels.fc1_dgrad(dact_input, weights1, offsets1, dx)
-            multiply = functools.partial(_multiply, kernels, dact_input, x, offsets1)
+            multiply = functools.partial(_multiply, kernels, dact_input, x, offsets1, count1)
         grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply)
         dbias1, _ = bias_grads(fc1, kernels, dact_input, None, offsets1)
         params = [parameters.in_order(fc1, grads1, dbias1), [], parameters.in_order(fc2, grads2, dbias2)]
@@ -458,9 +459,15 @@ def _weight_of(op: Any, way: quantized.Way) -> torch.Tensor | None:
 
 
 def _multiply(
-    kernels: Kernels, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: Any, accumulate: bool
+    kernels: Kernels,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    count: torch.Tensor,
+    out: Any,
+    accumulate: bool,
 ) -> None:
-    kernels.wgrad(dy, x, offsets, out, accumulate=accumulate)
+    kernels.wgrad(dy, x, offsets, out, accumulate=accumulate, count=count)
 
 
 def _declare(op: torch.nn.Module, read: Any, ctx: te_adapter.OperationContext) -> None:

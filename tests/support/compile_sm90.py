@@ -76,7 +76,7 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int) -> int
     for bias, bias_scales in ((None, None), (bias2, None), (bias2, scales)):
         kernels.fc2(fc2_input, of_fc2, bias, bias_scales, offsets, torch.empty_like(x))
     kernels.bias_grads(x, bias2, scales, offsets)
-    dact_input, fc2_input, _ = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
+    dact_input, fc2_input, *_ = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
     kernels.wgrad(x, fc2_input, offsets, of_fc2, accumulate=False)
     kernels.fc1_dgrad(dact_input, of_fc1, offsets, torch.empty_like(x))
     main_grad = Experts(empty(EXPERTS, FFN, HIDDEN, dtype=torch.float32), table)

@@ -83,17 +83,29 @@ class Kernels(Protocol):
         act_input: torch.Tensor,
         scales: torch.Tensor,
         offsets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient by act_input (T, F), the rebuilt fc2_input (T, F), and the gradient by scales (T,) in float32."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradient by act_input (T, F), the rebuilt fc2_input (T, F), the gradient by scales (T,) in float32; and a
+        ``count`` (2,) each for the wgrads of FC2 and of FC1.
+        """
 
     def fc1_dgrad(self, dact_input: torch.Tensor, weights: Any, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """``out = dact_input @ w1``, (T, H)."""
 
-    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: Any, *, accumulate: bool) -> None:
+    def wgrad(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        out: Any,
+        *,
+        accumulate: bool,
+        count: torch.Tensor | None = None,
+    ) -> None:
         """``out_i (+)= dy_i.T @ x_i``, (columns of dy, columns of x) each; zero for an expert without tokens.
 
         Args:
-            dy, x: with one row or more. out: from `prepare`.
+            dy, x: with one row or more. out: from `prepare`. count: int32, zero, where the kernel may count its tiles, and
+                no other one; ``None``: a new one.
         """
 
     def bias_grads(

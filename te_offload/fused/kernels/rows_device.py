@@ -88,19 +88,25 @@ class ClearRows:
 
 
 class RowSums:
-    """``sums[i]`` of each row of ``parts`` (T, columns) in float32, from left to right; zero from row ``offsets[N]`` on."""
+    """``sums[i]`` of each row of ``parts`` (T, columns) in float32, from left to right; zero from row ``offsets[N]`` on.
+    And zero in ``counts`` (M,), int32, M at most 256: it runs before kernels that count their tiles.
+    """
 
     @cute.jit  # type: ignore[untyped-decorator]
-    def __call__(self, parts: cute.Tensor, offsets: cute.Tensor, sums: cute.Tensor, stream: cuda.CUstream) -> None:
+    def __call__(
+        self, parts: cute.Tensor, offsets: cute.Tensor, sums: cute.Tensor, counts: cute.Tensor, stream: cuda.CUstream
+    ) -> None:
         """Launch."""
         blocks = cute.ceil_div(parts.shape[0], _THREADS)
-        self.kernel(parts, offsets, sums).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+        self.kernel(parts, offsets, sums, counts).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel  # type: ignore[untyped-decorator]
-    def kernel(self, parts: cute.Tensor, offsets: cute.Tensor, sums: cute.Tensor) -> None:
+    def kernel(self, parts: cute.Tensor, offsets: cute.Tensor, sums: cute.Tensor, counts: cute.Tensor) -> None:
         """A thread for each row."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        if (block == 0) & (thread < counts.shape[0]):
+            counts[thread] = Int32(0)
         row = block * _THREADS + thread
         if row < parts.shape[0]:
             total = Float32(0.0)

@@ -64,14 +64,12 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
         (Tile(128, 160, pingpong=True), 1.1),
     ),
     ("wgrad", Regime.USUAL): (
-        (Tile(128, 192, pingpong=True), 1.0),
-        (Tile(128, 192, 1, 2, pingpong=True), 1.045),
-        (Tile(128, 192, 1, 1, pingpong=True), 1.077),
-        (Tile(128, 160, pingpong=True), 1.05),
-        (Tile(128, 256), 1.04),
+        (Tile(128, 192, 1, 1, pingpong=True, dynamic=True), 1.0),
+        (Tile(128, 160, pingpong=True, dynamic=True), 1.05),
     ),
-    ("wgrad", Regime.MANY): ((Tile(256, 192), 1.0), (Tile(128, 256), 1.077)),
+    ("wgrad", Regime.MANY): ((Tile(128, 192, 1, 1, pingpong=True, dynamic=True), 1.0),),
 }
+_WGRADS = 2  # of FC2 and of FC1
 _NARROW = 8  # columns; the fewest that TMA takes
 _NARROW_TILE = Tile(128, 128, pingpong=True)
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
@@ -177,7 +175,7 @@ class Sm90Kernels:
         act_input: torch.Tensor,
         scales: torch.Tensor,
         offsets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernels.fc2_dgrad`."""
         tile = _tile("dact", weights, act_input)
         dact_input, fc2_input = torch.empty_like(act_input), torch.empty_like(act_input)
@@ -187,10 +185,15 @@ class Sm90Kernels:
         values |= self._numbers()
         kernel = sm90_device.DSReLUGemm if self._activation.clamp is None else sm90_device.DTanhSReLUGemm
         self._launch(kernel, tile, dy, weights.view, dact_input, act_input, values, offsets, transposed=True)
-        dscales = torch.empty(tokens, dtype=torch.float32, device=dy.device)
-        if tokens:
-            self._rows("sums", torch.float32)(parts, offsets, dscales)
-        return dact_input, fc2_input, dscales
+        return dact_input, fc2_input, *self._sums(parts, offsets)
+
+    def _sums(self, parts: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row of parts; and counts of tiles, of which each wgrad takes one."""
+        sums = torch.empty(parts.shape[0], dtype=torch.float32, device=parts.device)
+        counts = torch.empty(_WGRADS, dtype=torch.int32, device=parts.device)
+        if parts.shape[0]:
+            self._rows("sums", torch.float32)(parts, offsets, sums, counts)
+        return sums, counts
 
     def fc1_dgrad(self, dact_input: torch.Tensor, weights: Experts, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.fc1_dgrad`."""
@@ -200,13 +203,21 @@ class Sm90Kernels:
         self.clear(offsets, out)
 
     def wgrad(
-        self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: Experts, *, accumulate: bool
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        out: Experts,
+        *,
+        accumulate: bool,
+        count: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.wgrad`. To accumulate, TMA adds each tile to what is there, once: bits depend on no order."""
         grads = out.view
         tile = tile_for("wgrad", Regime.of(x.shape[0], out.table.shape[0]), *grads.shape[1:])
         kernel = sm90_device.AddingWgradGemm if accumulate else sm90_device.WgradGemm
-        self._launch_wgrad(kernel, tile, dy.mT, x.mT, grads, {sm90_device.TABLE: out.table}, offsets)
+        values = {sm90_device.TABLE: out.table}
+        self._launch_wgrad(kernel, tile, dy.mT, x.mT, grads, values, offsets, count)
 
     def _launch_wgrad(
         self,
@@ -217,6 +228,7 @@ class Sm90Kernels:
         grads: torch.Tensor,
         values: dict[str, torch.Tensor],
         offsets: torch.Tensor,
+        count: torch.Tensor | None = None,
     ) -> None:
         """``grads_i (+)= a_i @ b_i.T``, compiled when first needed. a (rows, T), b (columns, T); offsets: along T."""
         key = kernel, tile, a.dtype, b.dtype, grads.dtype
@@ -225,11 +237,20 @@ class Sm90Kernels:
             cluster = tile.cluster_rows, tile.cluster_columns
             with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
                 function = sm90_compile.compiled_wgrad(
-                    kernel.__name__, (a.dtype, b.dtype), grads.dtype, (tile.rows, tile.columns), cluster, tile.pingpong
+                    kernel.__name__,
+                    (a.dtype, b.dtype),
+                    grads.dtype,
+                    (tile.rows, tile.columns),
+                    cluster,
+                    pingpong=tile.pingpong,
+                    dynamic=tile.dynamic,
                 )
             clusters = get_max_active_clusters(cluster[0] * cluster[1])
             found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)
         function, schedule = found
+        if tile.dynamic:
+            count = torch.zeros(1, dtype=torch.int32, device=a.device) if count is None else count
+            schedule = schedule._replace(tile_count_semaphore=count.data_ptr())
         arguments, varlen = kernel.EpilogueArguments(**values), make_varlen_args(None, offsets, None)
         function(a, b, grads, None, arguments, schedule, varlen, None, None)
 

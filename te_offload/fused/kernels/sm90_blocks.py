@@ -138,9 +138,7 @@ class Sm90BlockKernels(Sm90Kernels):
         tanh = "" if self._activation.clamp is None else "Tanh"
         values = {"scale": router, "dscale": parts, **self._numbers()}
         self._multiply(f"BlockD{tanh}SReLUGemm", dy, weights.columns, dact_input, act_input, values, offsets)
-        dscales = torch.empty(act_input.shape[0], dtype=torch.float32, device=act_input.device)
-        if act_input.shape[0]:
-            self._rows("sums", torch.float32)(parts, offsets, dscales)
+        dscales, _ = self._sums(parts, offsets)
         return dact_input, dscales
 
     def wgrad_blocks(

@@ -52,12 +52,14 @@ def compiled_wgrad(
     out_dtype: torch.dtype,
     tile: tuple[int, int],
     cluster: tuple[int, int],
+    *,
     pingpong: bool,
+    dynamic: bool,
 ) -> Any:
     """The wgrad kernel ``name`` of `sm90_device`, or of `sm90_fp8_device` or `sm90_block_device` for operands of 8 bits.
 
     Args:
-        dtypes: of A and B.
+        dtypes: of A and B. dynamic: the scheduler's arguments have a counter of tiles.
 
     Returns:
         A function of A (rows, T) and B (columns, T), each with stride 1 along its first dimension, or along its second one
@@ -65,12 +67,21 @@ def compiled_wgrad(
         ``None``.
     """
     a, b = [torch2cute_dtype_map[dtype] for dtype in dtypes]
-    return _compile_expert_wgrad(name, a, b, torch2cute_dtype_map[out_dtype], tile, cluster, pingpong, source_key())
+    out = torch2cute_dtype_map[out_dtype]
+    return _compile_expert_wgrad(name, a, b, out, tile, cluster, pingpong, dynamic, source_key())
 
 
 @jit_cache  # type: ignore[untyped-decorator]
 def _compile_expert_wgrad(
-    name: str, a_dtype: Any, b_dtype: Any, out_dtype: Any, tile: Any, cluster: Any, pingpong: bool, _source: str
+    name: str,
+    a_dtype: Any,
+    b_dtype: Any,
+    out_dtype: Any,
+    tile: Any,
+    cluster: Any,
+    pingpong: bool,
+    dynamic: bool,
+    _source: str,
 ) -> Any:
     is_fp8 = a_dtype.width == 8
     by_block = hasattr(sm90_block_device, name)
@@ -93,14 +104,14 @@ def _compile_expert_wgrad(
         pingpong,
         True,  # persistent
         False,  # A is not gathered
-        False,  # static schedule
+        dynamic,
         CAPABILITY,
         a,
         b,
         d,
         c,
         kernel.EpilogueArguments(**values),
-        make_fake_scheduler_args(False, False, experts),
+        make_fake_scheduler_args(dynamic, False, experts),
         make_fake_varlen_args(False, True, False, k),
     )
 
@@ -129,7 +140,8 @@ def _compile_expert_rows(name: str, dtype: Any, sizes_dtype: Any, _source: str) 
     elif name == "clear":
         arguments = [offsets, matrix]
     else:
-        arguments = [matrix, offsets, make_fake_tensor(Float32, (rows,), leading_dim=0, divisibility=1)]
+        sums = make_fake_tensor(Float32, (rows,), leading_dim=0, divisibility=1)
+        arguments = [matrix, offsets, sums, make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)]
     return _compile(rows_device.KERNELS[name](), *arguments)
 
 

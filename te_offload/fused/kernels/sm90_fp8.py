@@ -193,9 +193,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         tanh = "" if self._activation.clamp is None else "Tanh"
         name = f"{_way(fast)}D{tanh}SReLUGemm"
         self._multiply(name, tile, dy.rows, weights.columns, dact_input, act_input, values, offsets)
-        dscales = torch.empty(act_input.shape[0], dtype=torch.float32, device=act_input.device)
-        if act_input.shape[0]:
-            self._rows("sums", torch.float32)(parts, offsets, dscales)
+        dscales, _ = self._sums(parts, offsets)
         return dact_input, magnitudes, dscales
 
     def wgrad_fp8(
