@@ -1,14 +1,15 @@
 """One grouped MLP, forward and backward: ours fused, Transformer Engine's ops, torch's `_grouped_mm`, our kernels bare.
 
-    ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew] [--rounds 20] [--json FILE]
-                                 [--single-grouped-weight] [--recipe fp8|fp8-delayed|fp8-block]
+    ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew] [--rounds 20] [--calls 4]
+                                 [--json FILE] [--single-grouped-weight] [--recipe fp8|fp8-delayed|fp8-block]
 
 All ways run in one process with the same weights and inputs, interleaved, forwards and backwards through the list by turns;
-each number is the median over the rounds of as many calls in a row as take the GPU 30 ms, by events on it: with few calls
-the time until the first one reaches an idle GPU would be a good part of an eager one's. `graph` is the same forward and
-backward captured and replayed. `host` is what a forward takes the host, by its own clock, with the GPU idle before it.
-`bare kernels` are the launches of the fused op without autograd and Transformer Engine around them. `QuACK's GEMMs` are the
-same six products with QuACK's own host code, on packed weights, with our tiles and without any activation: the floor.
+each number is the median over the rounds of a few calls in a row (`--calls`), by events on the GPU. The first call of a row
+finds the GPU idle, which an eager row of few calls shows; with many calls in a row the GPU has no rest, and runs at its
+sustained clock. `graph` is the same forward and backward captured and replayed. `host` is what a forward takes the host, by
+its own clock, with the GPU idle before it. `bare kernels` are the launches of the fused op without autograd and Transformer
+Engine around them. `QuACK's GEMMs` are the same six products with QuACK's own host code, on packed weights, with our tiles
+(all given out from the start) and without any activation: the floor.
 Transformer Engine runs in the best way that the loaded cuBLAS gives it; run it with the newest one too. With a recipe the
 ways are those of `benchmarks.fp8_mlp`.
 """
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import statistics
 import time
@@ -38,7 +38,7 @@ from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.ops import te_adapter
 from te_offload.units import format_bytes
 
-ROW = 30.0  # milliseconds of calls in a row
+CALLS = 4
 Step = Callable[[], Any]
 
 
@@ -177,12 +177,8 @@ def split(experts: int, tokens: int, *, skew: bool) -> list[int]:
     return [tokens // 2, *[0] * idle, *[rest // busy + (number < rest % busy) for number in range(busy)]]
 
 
-def milliseconds(step: Step) -> float:
-    """GPU time of one of as many calls in a row as take it `ROW`."""
-    return _of_one(step, max(1, math.ceil(ROW / _of_one(step, 2))))
-
-
-def _of_one(step: Step, calls: int) -> float:
+def milliseconds(step: Step, calls: int = CALLS) -> float:
+    """GPU time of one of some calls in a row."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
@@ -242,7 +238,14 @@ def dense_ways(case: Case) -> dict[str, dict[str, Step]]:
 def main() -> None:
     """Run, print a table, write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("experts", 64), ("hidden", 2048), ("ffn", 1408), ("tokens", 32768), ("rounds", 20)):
+    for name, value in (
+        ("experts", 64),
+        ("hidden", 2048),
+        ("ffn", 1408),
+        ("tokens", 32768),
+        ("rounds", 20),
+        ("calls", CALLS),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--skew", action="store_true", help="one expert takes half, a quarter of them nothing")
     parser.add_argument("--json", type=Path, help="write the results here too")
@@ -288,7 +291,7 @@ def main() -> None:
     for turn in range(arguments.rounds + 2):
         order = list(ways) if turn % 2 == 0 else list(reversed(ways))
         for name in order:
-            measured = {kind: milliseconds(step) for kind, step in ways[name].items()}
+            measured = {kind: milliseconds(step, arguments.calls) for kind, step in ways[name].items()}
             measured["host"] = host_milliseconds(ways[name]["forward"])
             for kind, spent in measured.items():
                 times.setdefault((name, kind), []).append(spent)
@@ -300,7 +303,7 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}"
     )
-    print(f"{shape} {arguments.recipe or 'bf16'}{skewed}, {arguments.rounds} rounds; ms\n")
+    print(f"{shape} {arguments.recipe or 'bf16'}{skewed}, {arguments.rounds} rounds of {arguments.calls} calls; ms\n")
     print("| way | forward | as a graph | forward + backward | as a graph | host, forward |")
     print("|---|---|---|---|---|---|")
     for name in ways:
@@ -317,6 +320,7 @@ def main() -> None:
         result = {
             "schema": "1.0",
             "shape": shape,
+            "calls": arguments.calls,
             "skew": arguments.skew,
             "single": single,
             "recipe": arguments.recipe,

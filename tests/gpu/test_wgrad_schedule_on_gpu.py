@@ -90,16 +90,14 @@ def test_two_gradients_at_once_count_their_own_tiles() -> None:
         assert torch.equal(one.view(torch.uint8), alone.view(torch.uint8))
 
 
-def test_counts_of_a_backward_are_zero_in_memory_that_was_not() -> None:
+def test_sums_before_the_gradients_set_the_counts_to_zero() -> None:
     from te_offload.fused.kernels.sm90 import Sm90Kernels
 
-    kernels, offsets = Sm90Kernels(SquaredReLU()), offsets_of([300, 0, 5])
+    offsets = offsets_of([300, 0, 5])
     parts = seeded((310, 3), 5, device="cuda", dtype=torch.float32)
-    used = torch.full((2,), 7, dtype=torch.int32, device="cuda")
-    address = used.data_ptr()
-    del used  # the next tensor of its kind has its memory
-    sums, counts = kernels._sums(parts, offsets)
-    assert (counts.data_ptr(), counts.tolist()) == (address, [0, 0])
+    sums, counts = parts.new_full((310,), float("nan")), torch.full((2,), 7, dtype=torch.int32, device="cuda")
+    Sm90Kernels(SquaredReLU())._rows("sums", torch.float32)(parts, offsets, sums, counts)
+    assert counts.tolist() == [0, 0]
     assert torch.equal(sums[:305], parts[:305, 0] + parts[:305, 1] + parts[:305, 2])
     assert not sums[305:].any()
 
