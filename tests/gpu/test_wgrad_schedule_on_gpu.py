@@ -13,7 +13,7 @@ from tests.support.mlp import seeded
 
 pytestmark = pytest.mark.gpu
 
-ROWS, COLUMNS = 264, 392  # no multiples of a tile's
+SHAPES = {"single tiles": (264, 392), "clusters of two": (248, 472)}  # no multiples of a tile's
 SIZES = {
     "even": [256] * 8,
     "one has half": [16, 1024, 0, 0, 250, 260, 254, 244],
@@ -34,12 +34,14 @@ def offsets_of(sizes: list[int]) -> torch.Tensor:
     return torch.tensor([0, *sizes], device="cuda").cumsum(0).to(torch.int32)
 
 
-def wgrads(sizes: list[int], dtype: torch.dtype, *, accumulate: bool) -> Callable[..., torch.Tensor]:
+def wgrads(
+    sizes: list[int], dtype: torch.dtype, *, accumulate: bool, shape: tuple[int, int] = SHAPES["single tiles"]
+) -> Callable[..., torch.Tensor]:
     from te_offload.fused.kernels.sm90 import Sm90Kernels
 
     kernels, tokens = Sm90Kernels(SquaredReLU()), sum(sizes) + 5
-    dy, x = [seeded((tokens, n), n, device="cuda", dtype=torch.bfloat16) for n in (ROWS, COLUMNS)]
-    before = seeded((len(sizes), ROWS, COLUMNS), 3, device="cuda", dtype=dtype)
+    dy, x = [seeded((tokens, n), n, device="cuda", dtype=torch.bfloat16) for n in shape]
+    before = seeded((len(sizes), *shape), 3, device="cuda", dtype=dtype)
 
     def launch(offsets: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
         out = before.clone() if accumulate else torch.full_like(before, float("nan"))
@@ -51,9 +53,14 @@ def wgrads(sizes: list[int], dtype: torch.dtype, *, accumulate: bool) -> Callabl
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_bits_are_those_of_tiles_that_are_given_out_from_the_start(
-    monkeypatch: pytest.MonkeyPatch, sizes: list[int], dtype: torch.dtype, accumulate: bool
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    accumulate: bool,
 ) -> None:
     from te_offload.fused.kernels import sm90
 
@@ -65,9 +72,10 @@ def test_bits_are_those_of_tiles_that_are_given_out_from_the_start(
         return chosen[-1]
 
     monkeypatch.setattr(sm90, "tile_for", tile_for)
-    launch = wgrads(sizes, dtype, accumulate=accumulate)
+    launch = wgrads(sizes, dtype, accumulate=accumulate, shape=shape)
     found = [launch(offsets) for _ in range(2)]
     assert chosen[0].dynamic
+    assert (chosen[0].cluster_rows == 2) == (shape == SHAPES["clusters of two"] and len(sizes) > 1)
     monkeypatch.setattr(sm90, "tile_for", lambda *_: chosen[0]._replace(dynamic=False))
     other = launch(offsets)
     for one in found:
