@@ -84,8 +84,8 @@ class Kernels(Protocol):
         scales: torch.Tensor,
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient by act_input (T, F), the rebuilt fc2_input (T, F), the gradient by scales (T,) in float32; and a
-        ``count`` (2,) each for the wgrads of FC2 and of FC1.
+        """The gradient by act_input (T, F), the rebuilt fc2_input (T, F), the gradient by scales (T,) in float32; and
+        int32 (2,), of which the wgrads of FC2 and of FC1 take one each as their ``count``.
         """
 
     def fc1_dgrad(self, dact_input: torch.Tensor, weights: Any, offsets: torch.Tensor, out: torch.Tensor) -> None:
