@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +19,7 @@ import torch
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.extents import ALIGNMENT, Run, Runs, Strip, find_runs, lone, lone_runs, storage_key, strips_of
 from te_offload.offload.host_pool import HostPool
-from te_offload.offload.saved import Part, Saved, SlotEntry, are_plain, has_storage, is_plain
+from te_offload.offload.saved import Part, Saved, SlotEntry, are_plain, has_storage, is_plain, let_go
 from te_offload.ops import te_adapter
 from te_offload.slots import FORMATS, Fate, Reason, SlotName
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from te_offload.offload.plan import Plan
 
 
+_TENSORS, _DEVICE = attrgetter("tensors"), attrgetter("device")
 _OF_SOME = frozenset((Reason.NOT_PLAIN, Reason.OTHER_DEVICE))  # reasons that one tensor of several can give
 
 
@@ -66,7 +69,7 @@ class Load:
         if len(handles) == 1:
             self.tensors = handles[0].held
         else:
-            self.tensors = [tensor for handle in handles for tensor in handle.tensors or ()]
+            self.tensors = list(chain.from_iterable(map(_TENSORS, handles)))
         self.strips: list[Strip] = []
         self.bases: list[int] = []
         self.runs: Runs | None = None
@@ -148,7 +151,7 @@ class Load:
         if len(handles) == 1:
             if handles[0].go_with(cargo, parts):
                 return handles
-            handles[0].let_go()
+            let_go(handles)
             return []
         if len(handles) == len(self.tensors):  # one each, as autograd's hooks save them
             alone = len(self.runs.runs) == len(parts)
@@ -165,12 +168,11 @@ class Load:
     def _that_go(self) -> list[Saved]:
         """The handles that are on a cargo."""
         handles = self.handles
-        going = [handle for handle in handles if handle.cargo is not None]
-        if len(going) != len(handles):
-            for handle in handles:
-                if handle.cargo is None:
-                    handle.let_go()  # it would hold a storage for nothing
-        return going
+        assert self.runs is not None
+        if None not in self.runs.places:
+            return handles
+        let_go([handle for handle in handles if handle.cargo is None])  # they would hold a storage for nothing
+        return [handle for handle in handles if handle.cargo is not None]
 
 
 def decide(
@@ -286,7 +288,7 @@ def _reason_to_stay(
         return Reason.MARKED
     if not plain:
         return Reason.NOT_PLAIN
-    if first.device != device or (not alike and {tensor.device for tensor in tensors} != {device}):
+    if first.device != device or (not alike and set(map(_DEVICE, tensors)) != {device}):
         return Reason.OTHER_DEVICE
     if entry.nbytes < rules.min_bytes:
         return Reason.TOO_SMALL

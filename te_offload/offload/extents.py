@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ import torch
 ALIGNMENT = 512  # bytes; what CUDA's caching allocator gives
 SEGMENT = 2 << 20  # bytes; the allocator's segments begin at multiples, and a copy must not span two of them
 _ADDRESS, _STORAGE, _IS_CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.is_contiguous
+_split = torch.unsafe_split_with_sizes  # without autograd's record of views, which nobody reads here
+_IDENTITY, _SHAPE, _DTYPE, _NBYTES = map(attrgetter, ("_cdata", "shape", "dtype", "nbytes"))
 
 
 class Strip(NamedTuple):
@@ -63,9 +66,9 @@ class Strip(NamedTuple):
             size = self.dims[: self.ndim]
             return whole.unbind(0) if self.ndim == 1 else [part.view(size) for part in whole.unbind(0)]
         if self.ndim == 1 or self._rows() is not None:
-            return whole.split_with_sizes(self.dims[:: self.ndim])
+            return _split(whole, self.dims[:: self.ndim])
         sizes = self.sizes()
-        flat = whole.split_with_sizes([math.prod(size) for size in sizes])
+        flat = _split(whole, [math.prod(size) for size in sizes])
         return [part.view(size) for part, size in zip(flat, sizes, strict=True)]
 
     def sizes(self) -> list[Sequence[int]]:
@@ -129,16 +132,24 @@ def strips_of(tensors: Sequence[torch.Tensor]) -> list[Strip]:
     if len(tensors) == 1:
         return [_strip(0, tensors[0])]
     begins = list(map(_ADDRESS, tensors))
-    keys = [storage._cdata for storage in map(_STORAGE, tensors)]
-    shapes = [tensor.shape for tensor in tensors]
-    dtypes = [tensor.dtype for tensor in tensors]
+    keys = list(map(_IDENTITY, map(_STORAGE, tensors)))
+    shapes = list(map(_SHAPE, tensors))
+    dtypes = list(map(_DTYPE, tensors))
     dense = list(map(_IS_CONTIGUOUS, tensors))
     alike = shapes.count(shapes[0]) == len(shapes) and dtypes.count(dtypes[0]) == len(dtypes)
-    lengths = [tensors[0].nbytes] * len(tensors) if alike else [tensor.nbytes for tensor in tensors]
+    lengths = [tensors[0].nbytes] * len(tensors) if alike else list(map(_NBYTES, tensors))
     strips: list[Strip] = []
     members: list[int] = []
     pitch, end, storage, shape, dtype = 0, -1, -1, shapes[0], dtypes[0]
     length = lengths[0] if alike and len(shape) > 0 and False not in dense else -1
+    if length > 0 and begins == list(range(begins[0], begins[0] + len(begins) * length, length)):
+        held = frozenset(keys)
+        if len(held) == 1 or begins[0] // SEGMENT == begins[-1] // SEGMENT:  # one behind the other, in this order
+            dims = list(shape) * len(begins)
+            first = tensors[0].untyped_storage().data_ptr()
+            return [
+                Strip(begins[0], begins[-1] + length, first, held, range(len(begins)), dtype, len(shape), dims, None)
+            ]
 
     def finish() -> None:
         if len(members) == 1:

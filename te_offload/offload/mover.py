@@ -18,6 +18,7 @@ import torch
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.extents import ALIGNMENT
 from te_offload.offload.host_pool import HostPool
+from te_offload.offload.saved import let_go
 from te_offload.offload.states import SlotState
 from te_offload.offload.transfer import Mark, Transfer
 
@@ -141,10 +142,8 @@ class Mover:
         self.in_flight -= cargo.copied
         cargo.sources = None
         if cargo.state is SlotState.LEAVING:
-            for reference in cargo.users:
-                user = reference()
-                if user is not None and user.let_go():
-                    cargo.modified = True
+            if let_go([reference() for reference in cargo.users]):
+                cargo.modified = True
             cargo.move(SlotState.ON_HOST)
             self._uncount(cargo, "copied out")
         elif cargo.state is SlotState.RELEASED:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,12 @@ from te_offload.slots import Fate, Reason, SlotName, slot_title
 if TYPE_CHECKING:
     from te_offload.offload.transfer import Mark
     from te_offload.offload.visit import LayerVisit
+
+
+_DEVICE, _DTYPE, _IS_NESTED, _LAYOUT = map(attrgetter, ("device", "dtype", "is_nested", "layout"))
+_PLAIN_DEVICES = ({"cuda"}, {"cpu"})
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+_REAL = frozenset((*_FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool))
 
 
 class SlotEntry:
@@ -78,11 +85,7 @@ class SlotEntry:
 
     def live_handles(self) -> list[Saved]:
         """The handles that are still in an autograd graph and still hold their tensors."""
-        if len(self.handles) == 1:
-            handle = self.handles[0]()
-            return [] if handle is None or handle.tensors is None else [handle]
-        handles = [reference() for reference in self.handles]
-        return [handle for handle in handles if handle is not None and handle.tensors is not None]
+        return [handle for refer in self.handles if (handle := refer()) is not None and handle.tensors is not None]
 
 
 class Part:
@@ -123,11 +126,10 @@ class Part:
             alone: whether no other strip has bytes in the strip's run.
         """
         strip, lot = self.strip, self.lot
-        for position, member in enumerate(strip.members):
+        carried_by = None if lot is None else cargo
+        for position, member in enumerate(strip.members, 0):
             handle = handles[base + member]
-            handle.part, handle.position = self, position
-            if lot is not None:
-                handle.cargo = cargo
+            handle.part, handle.position, handle.cargo = self, position, carried_by
         if alone and lot is not None and strip.end - strip.begin == lot.nbytes:
             lot.shape = strip.shape()
         self.wait_for(cargo, len(strip.members))
@@ -143,10 +145,14 @@ class Part:
     def hand_over(self, cargo: Cargo) -> None:
         """One has asked. With a lot's last tensor only those that were given out hold its memory."""
         self.untaken -= 1
-        lot = self.lot
-        if self.untaken == 0 and lot is not None:
-            self.cut = None
-            lot.hand_over(cargo)
+        if self.untaken == 0:
+            self.handed_over(cargo)
+
+    def handed_over(self, cargo: Cargo) -> None:
+        """All have."""
+        self.cut = None
+        if self.lot is not None:
+            self.lot.hand_over(cargo)
 
 
 class Saved:
@@ -157,35 +163,30 @@ class Saved:
         entry: their slot.
     """
 
-    # Defaults of the class: one is made for each tensor that autograd saves.
-    cargo: Cargo | None = None
-    hold: Hold | None = None
-    part: Part | None = None  # with its one tensor, at this position
-    position = 0
-    _lot: Lot | None = None  # else: its one tensor is all of it, or has a place there: size, stride, dtype, first byte
-    _place: tuple[Sequence[int], Sequence[int], torch.dtype, int] | None = None
-    # Else: also the position of a tensor in the part, and its number here.
-    _parts: Sequence[tuple[Part, int | None, int]] = ()
-    _taken = False
+    __slots__ = (
+        *("__weakref__", "_lot", "_parts", "_place", "cargo", "entry", "hold", "part"),
+        *("position", "taken", "tensors", "version"),
+    )
+    cargo: Cargo | None
+    hold: Hold | None
+    part: Part | None  # with its one tensor, at this position
+    position: int
+    _lot: Lot | None  # else: its one tensor is all of it, or has a place there: size, stride, dtype, first byte
+    _place: tuple[Sequence[int], Sequence[int], torch.dtype, int] | None
+    _parts: (
+        list[tuple[Part, int | None, int]] | None
+    )  # else: also the position of a tensor in the part, and its number here
+    taken: bool  # were they given out?
 
     def __init__(self, tensors: list[torch.Tensor], entry: SlotEntry) -> None:
         self.tensors: list[torch.Tensor] | None = tensors
         self.entry = entry
+        self.cargo = self.hold = self.part = self._lot = self._place = self._parts = None
+        self.taken = False
         try:
-            self._version = tensors[0]._version
+            self.version = tensors[0]._version
         except RuntimeError:
-            self._version = version_of(tensors)
-
-    def take_one(self) -> torch.Tensor:
-        """The one saved tensor; errors as in `take`."""
-        part = self.part  # which another handle may have brought back
-        if part is not None and part.cut is not None and not self._taken and not self.entry.once:
-            self._taken = True
-            tensor = part.cut[self.position]
-            assert self.cargo is not None
-            part.hand_over(self.cargo)
-            return tensor
-        return self.take()[0]
+            self.version = version_of(tensors)
 
     def take(self) -> list[torch.Tensor]:
         """The saved tensors, on the device and ready for work queued from now on.
@@ -197,7 +198,7 @@ class Saved:
             CorruptionError: ``verify=True`` found other bytes than were saved.
         """
         entry, cargo = self.entry, self.cargo
-        first, self._taken = not self._taken, True
+        first, self.taken = not self.taken, True
         if not first and entry.once:
             raise BackwardTwiceError(
                 f"{entry.name} was given to a backward before. te.ops cannot run a second backward over one forward: "
@@ -238,7 +239,7 @@ class Saved:
         if self.part is not None:
             return [self.part.tensors(device)[self.position]]
         tensors: dict[int, torch.Tensor] = {}
-        for part, position, number in self._parts:
+        for part, position, number in self._parts or ():
             if position is None:
                 tensors.update(zip(part.strip.members, part.tensors(device), strict=True))
             else:
@@ -252,7 +253,7 @@ class Saved:
             lot.hand_over(cargo)
         elif self.part is not None:
             self.part.hand_over(cargo)
-        for part, _, _ in self._parts:
+        for part, _, _ in self._parts or ():
             part.hand_over(cargo)
 
     @property
@@ -295,7 +296,7 @@ class Saved:
         self.cargo = cargo
         part.wait_for(cargo, 1)
         if len(strip.members) == 1:
-            self.part = part
+            self.part, self.position = part, 0
         else:
             self._parts = [(part, None, 0)]
         if strip.end - strip.begin == lot.nbytes:
@@ -313,10 +314,9 @@ class Saved:
         if part.lot is not None:
             self.cargo = cargo
             part.wait_for(cargo, 1)
-        if isinstance(self._parts, list):
-            self._parts.append((part, position, number))
-        else:
-            self._parts = [(part, position, number)]
+        if self._parts is None:
+            self._parts = []
+        self._parts.append((part, position, number))
 
     def reads(self, lot: Lot, offset: int) -> bool:
         """Whether a byte of a lot is of these tensors, or of a strip with one of them."""
@@ -325,25 +325,23 @@ class Saved:
                 return True
             size, _, dtype, begin = self._place
             return begin <= offset < begin + math.prod(size) * dtype.itemsize
-        parts = [part for part, _, _ in self._parts] if self.part is None else [self.part]
+        parts = self._all_parts()
         return any(
             part.offset <= offset < part.offset + part.strip.end - part.strip.begin for part in parts if part.lot is lot
         )
 
-    def let_go(self) -> bool:
-        """Stop holding the tensors, whose copy out is over. Whether one was written to since it was saved."""
-        tensors, self.tensors = self.tensors, None
-        return tensors is not None and self._version >= 0 and tensors[0]._version != self._version
+    def _all_parts(self) -> list[Part]:
+        return [part for part, _, _ in self._parts or ()] if self.part is None else [self.part]
 
     def forget_memory(self) -> None:
         """The bytes are gone: hold no views of the memory in which they were back."""
-        for part in [part for part, _, _ in self._parts] if self.part is None else [self.part]:
+        for part in self._all_parts():
             part.cut = None
 
     def was_modified(self) -> bool:
         """Whether a tensor was written to since it was saved, while the handle holds them."""
         tensors = self.held
-        return self._version >= 0 and tensors[0]._version != self._version  # an inference tensor has none, for good
+        return self.version >= 0 and tensors[0]._version != self.version  # an inference tensor has none, for good
 
     def _fail_modified(self) -> None:
         raise SavedTensorModifiedError(
@@ -371,10 +369,30 @@ class SavedWrapper:
 
 
 def give_out(packed: Any) -> Any:
-    """The unpack hook: a handle's tensor, or what was never packed."""
+    """The unpack hook: a handle's one tensor, or what was never packed; errors as in `Saved.take`."""
     if type(packed) is Saved:
-        return packed.take_one()
+        part = packed.part
+        if part is None or part.cut is None or packed.taken or packed.entry.once:
+            return packed.take()[0]
+        packed.taken = True  # another handle has brought it back
+        tensor = part.cut[packed.position]
+        part.untaken -= 1
+        if not part.untaken:
+            assert packed.cargo is not None
+            part.handed_over(packed.cargo)
+        return tensor
     return packed.take() if isinstance(packed, SavedWrapper) else packed
+
+
+def let_go(handles: Iterable[Saved | None]) -> bool:
+    """Have handles stop holding their tensors, whose copy out is over. Whether a tensor was written to since."""
+    modified = False
+    for handle in handles:
+        if handle is not None:
+            tensors, handle.tensors = handle.tensors, None
+            if tensors is not None and handle.version >= 0 and tensors[0]._version != handle.version:
+                modified = True
+    return modified
 
 
 def version_of(tensors: Sequence[torch.Tensor]) -> int:
@@ -409,12 +427,12 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all of some tensors are."""
-    kind = torch.Tensor
-    return (
-        set(map(type, tensors)) == {kind}
-        and {tensor.layout for tensor in tensors} == {torch.strided}
-        and True not in map(kind.is_conj, tensors)
-        and True not in map(kind.is_neg, tensors)
-        and True not in [tensor.is_quantized or tensor.is_nested for tensor in tensors]
-        and (False not in [tensor.is_cuda for tensor in tensors] or False not in [tensor.is_cpu for tensor in tensors])
-    )
+    if set(map(type, tensors)) != {torch.Tensor} or set(map(_LAYOUT, tensors)) != {torch.strided}:
+        return False
+    if True in map(torch.Tensor.is_neg, tensors) or True in map(_IS_NESTED, tensors):
+        return False
+    if not _REAL.issuperset(map(_DTYPE, tensors)) and False in map(
+        is_plain, tensors
+    ):  # quantized, or a conjugate view?
+        return False
+    return {device.type for device in set(map(_DEVICE, tensors))} in _PLAIN_DEVICES

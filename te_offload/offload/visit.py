@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from te_offload.offload.transfer import Mark
 
 
-_PARAMETER = torch.nn.Parameter
+_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
+_NOT_OFFLOAD, _reference = te_adapter.NOT_OFFLOAD, weakref.ref
 
 
 class Region(contextlib.AbstractContextManager[None]):
@@ -43,7 +44,6 @@ class Region(contextlib.AbstractContextManager[None]):
     def __init__(self, visit: LayerVisit | None, name: str, keep: bool) -> None:
         self.name = name
         self.keep = keep
-        self.entry: SlotEntry | None = None  # of what it saves, from the first one on
         self._visit = visit
 
     def __enter__(self) -> None:
@@ -99,6 +99,7 @@ class LayerVisit(SlotObserver):
         self._by_storage: dict[int, SlotEntry] = {}
         self._by_region: dict[str, SlotEntry] = {}
         self._regions: list[Region] = []
+        self._region: SlotEntry | None = None  # of the innermost one, from the first tensor on that it saves
         self._marked: SlotEntry | None = None
         self._staying: set[int] = set()  # storages of tensors that stay and belong to no slot
         self._pack: Any = None
@@ -182,12 +183,13 @@ class LayerVisit(SlotObserver):
 
     def enter_region(self, region: Region) -> None:
         """What is saved from now on, and by no op of te_offload, is the region's."""
-        region.entry = self._by_region.get(region.name)
         self._regions.append(region)
+        self._region = self._by_region.get(region.name)
 
     def leave_region(self, region: Region) -> None:
         """The region ends."""
         self._regions.remove(region)
+        self._region = self._by_region.get(self._regions[-1].name) if self._regions else None
         entry = self._by_region.get(region.name)
         if entry is not None and self._stays is Reason.NONE and not entry.keep:
             # To measure many tensors takes the host longer than a mark.
@@ -196,14 +198,18 @@ class LayerVisit(SlotObserver):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook: a handle, or the tensor itself where it must not be touched."""
-        kind, base = type(tensor), tensor._base
-        if kind is torch.Tensor and base is None and self._regions and id(tensor) not in self._named:
-            entry = self._regions[-1].entry  # as most are: in one step
-            if entry is not None and not getattr(tensor, te_adapter.NOT_OFFLOAD, False):
-                handle = Saved([tensor], entry)
-                entry.handles.append(weakref.ref(handle))
-                return handle
-        if kind is not torch.Tensor and isinstance(tensor, _PARAMETER):
+        entry, kind, base = self._region, type(tensor), tensor._base
+        if (
+            entry is not None
+            and kind is _TENSOR
+            and base is None
+            and id(tensor) not in self._named
+            and not getattr(tensor, _NOT_OFFLOAD, False)
+        ):  # a region's, as most are
+            handle = Saved([tensor], entry)
+            entry.handles.append(_reference(handle))
+            return handle
+        if kind is not _TENSOR and isinstance(tensor, _PARAMETER):
             return tensor
         if base is not None and isinstance(base, _PARAMETER):
             return tensor  # whoever shards parameters may free their memory while a copy reads it
@@ -219,7 +225,7 @@ class LayerVisit(SlotObserver):
         if entry is None and te_adapter.is_marked_not_offload(tensor):
             self._count_marked(tensor)
             return tensor
-        apart = te_adapter.take_apart(tensor) if kind is not torch.Tensor else None
+        apart = te_adapter.take_apart(tensor) if kind is not _TENSOR else None
         if apart is not None:
             for buffer in apart[1]:
                 if entry is not None and buffer is not None:
@@ -251,14 +257,14 @@ class LayerVisit(SlotObserver):
         region = self._regions[-1] if self._regions else None
         key = 0
         if region is not None:
-            entry = region.entry = self._by_region.get(region.name)
+            entry = self._by_region.get(region.name)
         else:
             key = storage_key(tensor) if is_plain(tensor) else id(tensor)
             entry = self._by_storage.get(key)
         if entry is None:
             if region is not None:
                 entry = SlotEntry(self, region.name, SlotName.REGION, keep=region.keep, once=False)
-                self._by_region[region.name] = region.entry = entry
+                self._by_region[region.name] = self._region = entry
             else:
                 ordinal = len(self._by_storage)
                 entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False, ordinal=ordinal)
