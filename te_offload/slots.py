@@ -63,6 +63,7 @@ class Reason(str, enum.Enum):
     FOREIGN_HOOK = "another hook takes it"
     GRAPH_GONE = "its graph is gone"
     DISABLED = "session disabled"
+    REFUSED = "its copy was refused"
     FROZEN = "no gradient needs it"
     REBUILT = "the backward rebuilds it"
     CROSSES_BORDER = "crosses the graph's border"

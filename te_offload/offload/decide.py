@@ -165,6 +165,20 @@ class Load:
                 handle.add_part(cargo, part, position, number)
         return self._that_go()
 
+    def stay(self, reason: Reason) -> None:
+        """It does not go after all, and holds no host memory."""
+        cargo = self.cargo
+        if cargo is not None:
+            cargo.watch, cargo.users = None, ()
+            if cargo.lease is not None:
+                cargo.lease.release()
+                cargo.lease = None
+        for handle in self.handles:
+            handle.cargo = None
+        for load in (self, *self.others):
+            load.entry.fate, load.entry.reason = Fate.KEPT, reason
+            load.entry.cargo, load.entry.bytes_out = None, 0
+
     def _that_go(self) -> list[Saved]:
         """The handles that are on a cargo."""
         handles = self.handles

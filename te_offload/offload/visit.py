@@ -325,8 +325,13 @@ class LayerVisit(SlotObserver):
             )
             for load in staying:
                 self._keep(load, mover)
-            for load in going:
-                self._send(load, mover)
+            for number, load in enumerate(going):
+                try:
+                    self._send(load, mover)
+                except BaseException:  # a copy that was refused: no later one is tried
+                    for rest in going[number:]:
+                        rest.stay(Reason.REFUSED)
+                    raise
             mover.note(f"{self.layer} saved")
         self._forget()
         before = len(mover.counts.throttles)
