@@ -32,7 +32,7 @@ class Refusing(CpuTransfer):
     def copy_out(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         return self._start("out", pieces, after)
 
-    def copy_back(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:  # type: ignore[override]
+    def copy_back(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         return self._start("back", pieces, after)
 
 
