@@ -14,6 +14,7 @@ import torch
 
 from te_offload.offload.extents import ALIGNMENT, Run, Strip
 from te_offload.offload.states import SlotState, change
+from te_offload.slots import SlotName, slot_title
 
 if TYPE_CHECKING:
     from te_offload.offload.host_pool import Lease
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
     from te_offload.offload.transfer import Copy, Mark, Piece
 
 _WIDEST = 16  # bytes of the widest dtype
+Label = tuple[str, str, SlotName, int | None]  # layer, op, slot, number of one that nobody named
 OWN_LOT = 1 << 20  # bytes; a run of this length or more is given back to the allocator by itself
+
+
+def name_of(label: Label) -> str:
+    """The name of a slot: `te_offload.slots.slot_title`, with a number where nobody named it."""
+    layer, op, slot, ordinal = label
+    title = slot_title(layer, op, slot)
+    return title if ordinal is None else f"{title}[{ordinal}]"
 
 
 class Lot:
@@ -108,7 +117,7 @@ class Cargo:
     """The bytes of one slot of one forward, or of several small ones.
 
     Args:
-        name: the slot's, for messages. nbytes: bytes that its tensors read. runs: what is copied. slots: their number.
+        label: the slot's, for messages. nbytes: bytes that its tensors read. runs: what is copied. slots: their number.
 
     Attributes:
         copied: bytes of the runs. places: lot and offset of each run's first byte.
@@ -136,8 +145,8 @@ class Cargo:
     watch: weakref.ref[Any] | None = None
     users: Sequence[weakref.ref[Saved]] = ()
 
-    def __init__(self, name: str, nbytes: int, runs: tuple[Run, ...], slots: int = 1) -> None:
-        self.name = name
+    def __init__(self, label: Label, nbytes: int, runs: tuple[Run, ...], slots: int = 1) -> None:
+        self._label = label
         self.nbytes = nbytes
         self.runs = runs
         self.slots = slots
@@ -167,6 +176,11 @@ class Cargo:
             begin = -(-lot.nbytes // ALIGNMENT) * ALIGNMENT + run.address % ALIGNMENT
             lot.nbytes = begin + run.nbytes
             self.places.append((lot, begin))
+
+    @property
+    def name(self) -> str:
+        """The slot's, for messages; of several the first one's."""
+        return name_of(self._label) if self.slots == 1 else f"{name_of(self._label)} and {self.slots - 1} more"
 
     def move(self, to: SlotState) -> None:
         """Change the state.

@@ -8,7 +8,7 @@ the first slot that holds it; what the host has no room for stays. Does not: cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -19,7 +19,7 @@ import torch
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.extents import ALIGNMENT, Run, Runs, Strip, find_runs, lone, lone_runs, storage_key, strips_of
 from te_offload.offload.host_pool import HostPool
-from te_offload.offload.saved import Part, Saved, SlotEntry, are_plain, has_storage, is_plain, let_go
+from te_offload.offload.saved import Part, Saved, SlotEntry, devices_of_plain, has_storage, is_plain, let_go
 from te_offload.ops import te_adapter
 from te_offload.slots import FORMATS, Fate, Reason, SlotName
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from te_offload.offload.plan import Plan
 
 
-_TENSORS, _DEVICE = attrgetter("tensors"), attrgetter("device")
+_TENSORS = attrgetter("tensors")
 _OF_SOME = frozenset((Reason.NOT_PLAIN, Reason.OTHER_DEVICE))  # reasons that one tensor of several can give
 
 
@@ -110,12 +110,11 @@ class Load:
         if self.contiguous and self.runs is None:
             begin, nbytes = self.tensors[0].data_ptr(), entry.nbytes
             if nbytes and not begin % ALIGNMENT:  # as most are on a GPU: it is its own and only run
-                entry.cargo = self.cargo = Cargo(entry.name, nbytes, (Run(begin, nbytes),))
+                entry.cargo = self.cargo = Cargo(entry.label, nbytes, (Run(begin, nbytes),))
                 entry.bytes_out = nbytes
                 return
         runs = self.runs or self.measure(device)
-        name = f"{entry.name} and {len(others)} more" if others else entry.name
-        entry.cargo = self.cargo = cargo = Cargo(name, runs.covered, runs.runs, 1 + len(others))
+        entry.cargo = self.cargo = cargo = Cargo(entry.label, runs.covered, runs.runs, 1 + len(others))
         entry.bytes_out = cargo.copied
         for other in others:
             other.entry.cargo = cargo
@@ -245,8 +244,8 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
     entry.tensors = len(tensors)
     if not entry.format and tensors:
         entry.format = FORMATS.get(tensors[0].dtype, "")
-    plain = _are_plain(load)
-    if not plain:
+    devices = _devices_of_plain(load)
+    if not devices:
         entry.nbytes = sum([tensor.numel() * tensor.element_size() for tensor in tensors])
     elif len(tensors) == 1 and tensors[0].is_contiguous():
         entry.nbytes = tensors[0].nbytes
@@ -255,8 +254,9 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
         entry.nbytes = sum([tensor.nbytes for tensor in tensors])
     else:
         entry.nbytes = load.measure(device).covered
-    entry.reason = _reason_to_stay(entry, tensors, plain, rules, device)
-    entry.fate = Fate.KEPT if entry.reason is not Reason.NONE else Fate.OFFLOADED
+    entry.reason = _reason_to_stay(entry, tensors, devices, rules, device)
+    if entry.reason is Reason.NONE:
+        entry.fate = Fate.OFFLOADED
     return load
 
 
@@ -277,32 +277,39 @@ def _without_odd_ones(region: Load, rules: Rules, device: torch.device, loads: l
     return _load(entry, rules, device)
 
 
-def _are_plain(load: Load) -> bool:
-    """Whether all tensors are dense. Those of one handle are of one kind: Transformer Engine made them in one call."""
-    if len(load.handles) == 1:
-        tensors = load.tensors
-        return is_plain(tensors[0]) and (len(tensors) == 1 or set(map(type, tensors)) == {torch.Tensor})
-    return are_plain(load.tensors)
+def _devices_of_plain(load: Load) -> Collection[torch.device]:
+    """Where its tensors are, if all are plain; else nothing. Those of one handle are of one kind, and on one device:
+    Transformer Engine made them in one call.
+    """
+    tensors = load.tensors
+    if len(load.handles) > 1:
+        return devices_of_plain(tensors)
+    plain = is_plain(tensors[0]) and (len(tensors) == 1 or set(map(type, tensors)) == {torch.Tensor})
+    return (tensors[0].device,) if plain else ()
 
 
 def _reason_to_stay(
-    entry: SlotEntry, tensors: list[torch.Tensor], plain: bool, rules: Rules, device: torch.device
+    entry: SlotEntry,
+    tensors: list[torch.Tensor],
+    devices: Collection[torch.device],
+    rules: Rules,
+    device: torch.device,
 ) -> Reason:
-    first = tensors[0]
-    alike = entry.once and len(entry.handles) == 1  # made in one call: on one device, and nobody could mark them
+    """Why a slot stays. ``devices``: of its tensors, if all are plain; else none."""
     if not rules.enabled:
         return Reason.DISABLED
     if entry.visit.keep is not Reason.NONE:
         return entry.visit.keep
     if entry.keep:
         return Reason.ASKED
-    if entry.reason is Reason.MARKED or te_adapter.is_marked_not_offload(first):
+    if entry.reason is Reason.MARKED or te_adapter.is_marked_not_offload(tensors[0]):
         return Reason.MARKED
-    if not alike and te_adapter.any_marked_not_offload(tensors):
+    alike = entry.once and len(entry.handles) == 1  # made in one call: nobody could mark one of them
+    if not alike and len(tensors) > 1 and te_adapter.any_marked_not_offload(tensors):
         return Reason.MARKED
-    if not plain:
+    if not devices:
         return Reason.NOT_PLAIN
-    if first.device != device or (not alike and set(map(_DEVICE, tensors)) != {device}):
+    if len(devices) > 1 or device not in devices:
         return Reason.OTHER_DEVICE
     if entry.nbytes < rules.min_bytes:
         return Reason.TOO_SMALL
@@ -313,14 +320,14 @@ def _reason_to_stay(
 
 def _share_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -> bool:
     """Whether any two slots, or a slot and what stays in any case, may have memory in common."""
-    seen = 0
-    storages: set[int] = set()
+    keys: list[int] = []
     for load in loads:
-        if load.handles:
-            mine = load.storages
-            seen += len(mine)
-            storages |= mine
-    return len(storages) != seen or not storages.isdisjoint(staying) or not storages.isdisjoint(owned)
+        if load.contiguous:
+            keys.append(storage_key(load.tensors[0]))
+        elif load.handles:
+            keys += load.storages
+    storages = set(keys)
+    return len(storages) != len(keys) or not storages.isdisjoint(staying) or not storages.isdisjoint(owned)
 
 
 def _keep_shared_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_offload.errors import BackwardTwiceError, SavedTensorModifiedError, StepEndedError
-from te_offload.offload.cargo import Cargo, Hold, Lot
+from te_offload.offload.cargo import Cargo, Hold, Label, Lot, name_of
 from te_offload.offload.extents import Strip
 from te_offload.offload.states import SlotState
 from te_offload.ops import te_adapter
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _DEVICE, _DTYPE, _IS_NESTED, _LAYOUT = map(attrgetter, ("device", "dtype", "is_nested", "layout"))
-_PLAIN_DEVICES = ({"cuda"}, {"cpu"})
+_PLAIN_DEVICES = frozenset(("cuda", "cpu"))
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 _REAL = frozenset((*_FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool))
 
@@ -73,9 +73,14 @@ class SlotEntry:
         return slot_title(self.visit.layer, self.op, self.slot)
 
     @property
+    def label(self) -> Label:
+        """What its name is made of."""
+        return self.visit.layer, self.op, self.slot, self.ordinal
+
+    @property
     def name(self) -> str:
         """The title, with a number where nobody named it."""
-        return self.title if self.ordinal is None else f"{self.title}[{self.ordinal}]"
+        return name_of(self.label)
 
     def hold(self, handles: Sequence[Saved]) -> None:
         """These are the handles."""
@@ -85,7 +90,10 @@ class SlotEntry:
 
     def live_handles(self) -> list[Saved]:
         """The handles that are still in an autograd graph and still hold their tensors."""
-        return [handle for refer in self.handles if (handle := refer()) is not None and handle.tensors is not None]
+        if len(self.handles) == 1:
+            handle = self.handles[0]()
+            return [] if handle is None or handle.tensors is None else [handle]
+        return [one for refer in self.handles if (one := refer()) is not None and one.tensors is not None]
 
 
 class Part:
@@ -412,9 +420,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and not tensor.is_conj()
+        and (tensor.dtype in _REAL or not (tensor.is_conj() or tensor.is_quantized))
         and not tensor.is_neg()
-        and not tensor.is_quantized
         and not tensor.is_nested
         and (tensor.is_cuda or tensor.is_cpu)
     )
@@ -425,14 +432,16 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 
-def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all of some tensors are."""
+def devices_of_plain(tensors: Sequence[torch.Tensor]) -> frozenset[torch.device]:
+    """Where some tensors are, if all are plain; else nothing."""
+    nowhere: frozenset[torch.device] = frozenset()
     if set(map(type, tensors)) != {torch.Tensor} or set(map(_LAYOUT, tensors)) != {torch.strided}:
-        return False
+        return nowhere
     if True in map(torch.Tensor.is_neg, tensors) or True in map(_IS_NESTED, tensors):
-        return False
+        return nowhere
     if not _REAL.issuperset(map(_DTYPE, tensors)) and False in map(
         is_plain, tensors
     ):  # quantized, or a conjugate view?
-        return False
-    return {device.type for device in set(map(_DEVICE, tensors))} in _PLAIN_DEVICES
+        return nowhere
+    devices = frozenset(map(_DEVICE, tensors))
+    return devices if _PLAIN_DEVICES.issuperset([device.type for device in devices]) else nowhere

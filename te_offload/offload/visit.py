@@ -349,7 +349,7 @@ class LayerVisit(SlotObserver):
         return known[self.layer]
 
     def _keep(self, load: Load, mover: Mover) -> None:
-        cargo = Cargo(load.entry.name, load.entry.nbytes, ())
+        cargo = Cargo(load.entry.label, load.entry.nbytes, ())
         self._watch(cargo, load.handles)
         self.kept.append(cargo)
         mover.keep(cargo)
