@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_offload.offload.extents import ALIGNMENT, Run, Strip
-from te_offload.offload.states import SlotState, change
+from te_offload.offload.states import ON_HOST, SAVED, SlotState, change
 from te_offload.slots import SlotName, slot_title
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Cargo:
         self.nbytes = nbytes
         self.runs = runs
         self.slots = slots
-        self.state = SlotState.SAVED
+        self.state = SAVED
         self.lots: list[Lot] = []
         self.places: list[tuple[Lot, int]] = []
         self.copied = 0
@@ -196,7 +196,7 @@ class Cargo:
         """All tensors of a part, or of a whole lot, were given out: after the last ones it can be brought back again."""
         self.untaken -= 1
         if self.untaken == 0:
-            self.move(SlotState.ON_HOST)
+            self.move(ON_HOST)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.nbytes} bytes,"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _TENSORS = attrgetter("tensors")
+_GOES, _NONE, _MARKED = Fate.OFFLOADED, Reason.NONE, Reason.MARKED
 _OF_SOME = frozenset((Reason.NOT_PLAIN, Reason.OTHER_DEVICE))  # reasons that one tensor of several can give
 
 
@@ -210,7 +211,7 @@ def decide(
         if entry.reason in _OF_SOME and entry.slot is SlotName.REGION:
             load = _without_odd_ones(load, rules, device, loads)
         loads.append(load)
-    going = [load for load in loads if load.entry.fate is Fate.OFFLOADED]
+    going = [load for load in loads if load.entry.fate is _GOES]
     if not going:
         return [], [load for load in loads if load.handles]
     for load in going:
@@ -221,24 +222,24 @@ def decide(
     while True:
         if _share_memory(loads, owned, staying):
             _keep_shared_memory(loads, owned, staying)
-            going = _divide([load for load in loads if load.entry.fate is Fate.OFFLOADED], device)
+            going = _divide([load for load in loads if load.entry.fate is _GOES], device)
         else:
             going = _together(going, rules.together, device)
             for load in going:
                 load.make_cargo(device)
         refused = _lease(going, pool)
         if refused is None:
-            return going, [load for load in loads if load.handles and load.entry.fate is not Fate.OFFLOADED]
+            return going, [load for load in loads if load.handles and load.entry.fate is not _GOES]
         refused.fate, refused.reason = Fate.KEPT, Reason.NO_ROOM
         refused.cargo, refused.bytes_out = None, 0
-        going = [load for load in loads if load.entry.fate is Fate.OFFLOADED]
+        going = [load for load in loads if load.entry.fate is _GOES]
 
 
 def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
     load = Load(entry, entry.live_handles())
     tensors = load.tensors
     if not tensors:
-        if entry.reason is Reason.NONE:  # saved, but not here; or not needed any more
+        if not entry.reason:  # saved, but not here; or not needed any more
             entry.reason = Reason.GRAPH_GONE if entry.handles else Reason.FOREIGN_HOOK
         return load
     entry.tensors = len(tensors)
@@ -255,8 +256,8 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
     else:
         entry.nbytes = load.measure(device).covered
     entry.reason = _reason_to_stay(entry, tensors, devices, rules, device)
-    if entry.reason is Reason.NONE:
-        entry.fate = Fate.OFFLOADED
+    if not entry.reason:
+        entry.fate = _GOES
     return load
 
 
@@ -298,11 +299,11 @@ def _reason_to_stay(
     """Why a slot stays. ``devices``: of its tensors, if all are plain; else none."""
     if not rules.enabled:
         return Reason.DISABLED
-    if entry.visit.keep is not Reason.NONE:
+    if entry.visit.keep:
         return entry.visit.keep
     if entry.keep:
         return Reason.ASKED
-    if entry.reason is Reason.MARKED or te_adapter.is_marked_not_offload(tensors[0]):
+    if entry.reason is _MARKED or te_adapter.is_marked_not_offload(tensors[0]):
         return Reason.MARKED
     alike = entry.once and len(entry.handles) == 1  # made in one call: nobody could mark one of them
     if not alike and len(tensors) > 1 and te_adapter.any_marked_not_offload(tensors):
@@ -315,7 +316,7 @@ def _reason_to_stay(
         return Reason.TOO_SMALL
     if rules.plan is not None and not rules.plan.goes(entry.title, entry.visit.forward):
         return Reason.PLAN
-    return Reason.NONE
+    return _NONE
 
 
 def _share_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -> bool:
@@ -335,12 +336,12 @@ def _keep_shared_memory(loads: list[Load], owned: frozenset[int], staying: set[i
     while changed:
         changed = False
         for load in loads:
-            goes = load.entry.fate is Fate.OFFLOADED
+            goes = load.entry.fate is _GOES
             if goes and load.storages & owned:
                 load.entry.fate, load.entry.reason, changed = Fate.KEPT, Reason.PARAMETER, True
             elif goes and load.storages & staying:
                 load.entry.fate, load.entry.reason, changed = Fate.KEPT, Reason.ALIAS, True
-            if load.handles and load.entry.fate is not Fate.OFFLOADED:
+            if load.handles and load.entry.fate is not _GOES:
                 staying |= load.storages
 
 

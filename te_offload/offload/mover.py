@@ -19,7 +19,7 @@ from te_offload.offload.cargo import Cargo
 from te_offload.offload.extents import ALIGNMENT
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.saved import let_go
-from te_offload.offload.states import SlotState
+from te_offload.offload.states import KEPT, LEAVING, ON_HOST, RELEASED, RETURNED, RETURNING
 from te_offload.offload.transfer import Mark, Transfer
 
 
@@ -78,7 +78,7 @@ class Mover:
 
     def keep(self, cargo: Cargo) -> None:
         """The cargo stays on the device."""
-        cargo.move(SlotState.KEPT)
+        cargo.move(KEPT)
         self._count(cargo)
 
     def send_out(self, cargo: Cargo, sources: Sequence[torch.Tensor]) -> None:
@@ -94,7 +94,7 @@ class Mover:
         finally:
             if self._ranges:
                 torch.cuda.nvtx.range_pop()
-        cargo.move(SlotState.LEAVING)
+        cargo.move(LEAVING)
         self._count(cargo)
         self._leaving.append(cargo)
         self.in_flight += cargo.copied
@@ -121,7 +121,7 @@ class Mover:
 
     def settle_recalled(self) -> None:
         """Let go of what was recalled and read by now; the compute stream waits for those copies out."""
-        for cargo in [cargo for cargo in self._leaving if cargo.state is SlotState.RELEASED]:
+        for cargo in [cargo for cargo in self._leaving if cargo.state is RELEASED]:
             self.let_go(cargo)
 
     def let_go(self, cargo: Cargo) -> None:
@@ -141,12 +141,12 @@ class Mover:
     def _let_go(self, cargo: Cargo) -> None:
         self.in_flight -= cargo.copied
         cargo.sources = None
-        if cargo.state is SlotState.LEAVING:
+        if cargo.state is LEAVING:
             if let_go([reference() for reference in cargo.users]):
                 cargo.modified = True
-            cargo.move(SlotState.ON_HOST)
+            cargo.move(ON_HOST)
             self._uncount(cargo, "copied out")
-        elif cargo.state is SlotState.RELEASED:
+        elif cargo.state is RELEASED:
             self._uncount(cargo, "copied out for nobody")
 
     def start_back(self, cargo: Cargo, free: Mark) -> None:
@@ -157,9 +157,9 @@ class Mover:
             cargo: the cargo.
             free: the mark after which memory allocated now may be written.
         """
-        if cargo.state is SlotState.LEAVING:
+        if cargo.state is LEAVING:
             self.recall(cargo)
-        if cargo.state is not SlotState.ON_HOST:
+        if cargo.state is not ON_HOST:
             return
         assert cargo.out is not None
         for lot in cargo.lots:
@@ -175,7 +175,7 @@ class Mover:
             if self._ranges:
                 torch.cuda.nvtx.range_pop()
         self.pool.last_read = cargo.back.ended
-        cargo.move(SlotState.RETURNING)
+        cargo.move(RETURNING)
         self._count(cargo)
         counts = self.counts
         counts.residency.append(("coming back", counts.resident))
@@ -192,13 +192,13 @@ class Mover:
     def recall(self, cargo: Cargo) -> None:
         """The backward needs what has not left the device yet: its tensors stay."""
         cargo.recalled = True
-        cargo.move(SlotState.RETURNED)
+        cargo.move(RETURNED)
 
     def bring_back(self, cargo: Cargo) -> None:
         """Make a cargo's bytes ready for work queued from now on; starts the copy if nobody did."""
-        if cargo.state is SlotState.ON_HOST or cargo.state is SlotState.LEAVING:
+        if cargo.state is ON_HOST or cargo.state is LEAVING:
             self.start_back(cargo, self.transfer.mark())
-        if cargo.state is SlotState.RETURNING:
+        if cargo.state is RETURNING:
             assert cargo.back is not None
             cargo.asked = True
             ended = cargo.back.ended
@@ -209,18 +209,18 @@ class Mover:
             else:
                 cargo.needed = self.transfer.mark()
                 self.transfer.block_compute(ended)
-            cargo.move(SlotState.RETURNED)
+            cargo.move(RETURNED)
 
     def release(self, cargo: Cargo) -> None:
         """Give back what a cargo holds on either side. Does nothing for a cargo that was released."""
-        if cargo.state is SlotState.RELEASED:
+        if cargo.state is RELEASED:
             return
-        if cargo.state is SlotState.LEAVING:
-            cargo.move(SlotState.ON_HOST)  # `settle` holds the tensors until the copy is over
-        if cargo.state is SlotState.RETURNING:
+        if cargo.state is LEAVING:
+            cargo.move(ON_HOST)  # `settle` holds the tensors until the copy is over
+        if cargo.state is RETURNING:
             assert cargo.back is not None
             self.transfer.block_compute(cargo.back.ended)  # nobody will read it, but its memory is being written
-            cargo.move(SlotState.RETURNED)
+            cargo.move(RETURNED)
         if cargo.lease is not None:
             if cargo.back is not None:  # the compute stream has waited for it, and the lease's next user waits for that
                 cargo.lease.release()
@@ -235,7 +235,7 @@ class Mover:
             if user is not None:
                 user.forget_memory()
         cargo.watch, cargo.users = None, ()  # which refer to the cargo
-        cargo.move(SlotState.RELEASED)
+        cargo.move(RELEASED)
         if cargo.sources is None:
             self.finish_use()  # of two that are given out to one op
             self._in_use = cargo
@@ -244,7 +244,7 @@ class Mover:
 
     def _settle_read(self) -> None:
         """Let go of what was recalled and read by now and whose copy out is over."""
-        for cargo in [cargo for cargo in self._leaving if cargo.state is SlotState.RELEASED]:
+        for cargo in [cargo for cargo in self._leaving if cargo.state is RELEASED]:
             if cargo.out is not None and cargo.out.ended.is_over():
                 self.let_go(cargo)
 

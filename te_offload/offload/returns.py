@@ -14,7 +14,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from te_offload.offload.record import BACKWARD_BEGINS
-from te_offload.offload.states import SlotState
+from te_offload.offload.states import LEAVING, ON_HOST
 
 if TYPE_CHECKING:
     from te_offload.offload.mover import Mover
@@ -76,7 +76,7 @@ class Returns:
         self._ahead -= visit.ahead
         visit.ahead = 0
         for cargo in reversed(visit.cargos):
-            if cargo.state is SlotState.ON_HOST or cargo.state is SlotState.LEAVING:
+            if cargo.state is ON_HOST or cargo.state is LEAVING:
                 self._mover.start_back(cargo, free)
         if self._reached is None or self._reached.read:
             self._reached = visit
@@ -93,7 +93,7 @@ class Returns:
     def _bring(self, visit: LayerVisit, free: Mark) -> bool:
         """Start what of a forward is not back, while there is room; whether there was."""
         for cargo in reversed(visit.cargos):
-            if cargo.state is SlotState.ON_HOST or cargo.state is SlotState.LEAVING:
+            if cargo.state is ON_HOST or cargo.state is LEAVING:
                 if self._ahead and self._ahead + cargo.nbytes > self.max_ahead:
                     return False
                 self._mover.start_back(cargo, free)

@@ -19,7 +19,7 @@ import torch
 from te_offload.errors import BackwardTwiceError, SavedTensorModifiedError, StepEndedError
 from te_offload.offload.cargo import Cargo, Hold, Label, Lot, name_of
 from te_offload.offload.extents import Strip
-from te_offload.offload.states import SlotState
+from te_offload.offload.states import LEAVING, RELEASED, RETURNED
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SlotName, slot_title
 
@@ -218,8 +218,8 @@ class Saved:
         if not visit.read:
             visit.first_read()
         tensors = self.tensors
-        if tensors is None and cargo is not None and cargo.state is not SlotState.RETURNED:
-            if cargo.state is SlotState.RELEASED:
+        if tensors is None and cargo is not None and cargo.state is not RETURNED:
+            if cargo.state is RELEASED:
                 raise StepEndedError(
                     f"{entry.name} was offloaded in a step that has ended, or its session was closed, so its bytes are "
                     "gone. Call backward inside the same `with session.step():` as the forward."
@@ -228,7 +228,7 @@ class Saved:
         if tensors is not None:
             if self.was_modified():
                 self._fail_modified()
-            if cargo is not None and cargo.state is SlotState.LEAVING:
+            if cargo is not None and cargo.state is LEAVING:
                 visit.recall(cargo)
             if entry.once:
                 self.tensors = None

@@ -28,6 +28,10 @@ class SlotState(_State):
     RELEASED = "released"  # none
 
 
+# Shorter, and in Python 3.11 an enum's member costs ten times a name's look-up.
+SAVED, KEPT, LEAVING, ON_HOST, RETURNING, RETURNED, RELEASED = SlotState
+
+
 class SessionState(_State):
     """What a session may be asked to do."""
 

@@ -19,7 +19,7 @@ from te_offload.offload.cargo import Cargo, Hold
 from te_offload.offload.decide import Load, decide, storages_of
 from te_offload.offload.extents import storage_key
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out, is_plain
-from te_offload.offload.states import SlotState
+from te_offload.offload.states import RELEASED
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SavedSlot, SaveState, SlotName, SlotObserver, Watch
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
+_TAKES, _HOOKS, _WAS_SAVED = Watch.TAKES, Watch.HOOKS, SaveState.SAVED
 _NOT_OFFLOAD, _reference = te_adapter.NOT_OFFLOAD, weakref.ref
 
 
@@ -92,6 +93,7 @@ class LayerVisit(SlotObserver):
         self._module = module
         self._engine = engine
         self._stays = stays
+        self._takes = stays is Reason.NONE
         # By id, with a weak reference that tells a tensor from a later one at its place: an op's tensors must not live
         # longer than they would without a session (a checkpoint inside the layer drops them at once).
         # Several ops may save one object; they are packed in the order in which they named it. None: exempt.
@@ -110,7 +112,7 @@ class LayerVisit(SlotObserver):
 
     def open(self) -> None:
         """Begin to take what the forward saves, unless it must be left alone."""
-        if self._stays is Reason.NONE:
+        if self._takes:
             if self._engine.mover.transfer.timed:
                 self.began = self._engine.mover.transfer.mark()
             self._pack = self.pack  # one object, so that it is known again
@@ -123,7 +125,7 @@ class LayerVisit(SlotObserver):
     def watch(self) -> Watch:
         """See `SlotObserver.watch`."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return Watch.TAKES if top is not None and top[0] is self._pack else Watch.HOOKS
+        return _TAKES if top is not None and top[0] is self._pack else _HOOKS
 
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> Saved | None:
         """See `SlotObserver.slot_saved`: an op of te_offload that nobody attached, in a context that knows no modules."""
@@ -140,7 +142,7 @@ class LayerVisit(SlotObserver):
             ConflictError: another engine was entered inside the layer.
         """
         other = te_adapter.offload_context_active()
-        if other is not None and self._stays is Reason.NONE:
+        if other is not None and self._takes:
             raise ConflictError(
                 f"{other} was entered inside {self.layer}, which an OffloadSession offloads, and two engines cannot take "
                 "the same saved tensors. Use one of them."
@@ -150,7 +152,7 @@ class LayerVisit(SlotObserver):
         self.entries.append(entry)
         if saved.carried_bytes is not None and self._engine.mover.transfer.timed:
             self.exempt_bytes += saved.carried_bytes()
-        if saved.state is not SaveState.SAVED:
+        if saved.state is not _WAS_SAVED:
             recomputed = saved.state is SaveState.RECOMPUTED
             entry.fate = Fate.RECOMPUTED if recomputed else Fate.NOT_SAVED
             entry.reason = Reason.REBUILT if recomputed else Reason.FROZEN
@@ -161,7 +163,7 @@ class LayerVisit(SlotObserver):
             elif not take:
                 entry.nbytes = sum([buffer.nbytes for buffer in saved.buffers])
                 entry.tensors = len(saved.buffers)
-        if self._stays is not Reason.NONE or not saved.buffers:
+        if not self._takes or not saved.buffers:
             return None
         if not keep and (len(saved.buffers) > 1 or saved.buffers[0].nbytes >= self._engine.rules.together):
             entry.ready = saved.ready or self._engine.mover.transfer.mark()
@@ -191,7 +193,7 @@ class LayerVisit(SlotObserver):
         self._regions.remove(region)
         self._region = self._by_region.get(self._regions[-1].name) if self._regions else None
         entry = self._by_region.get(region.name)
-        if entry is not None and self._stays is Reason.NONE and not entry.keep:
+        if entry is not None and self._takes and not entry.keep:
             # To measure many tensors takes the host longer than a mark.
             alone = len(entry.handles) > 16 or _nbytes_held(entry) >= self._engine.rules.together
             entry.ready = self._engine.mover.transfer.mark() if alone else None
@@ -296,7 +298,7 @@ class LayerVisit(SlotObserver):
     def close(self) -> None:
         """The forward is over: stop taking what is saved."""
         self._close()
-        if self._stays is Reason.NONE:
+        if self._takes:
             transfer = self._engine.mover.transfer
             if transfer.timed or self._lacks_a_mark():
                 self.ended = transfer.mark()
@@ -311,11 +313,11 @@ class LayerVisit(SlotObserver):
             return
         self._loaded = True
         mover = self._engine.mover
-        if self._stays is not Reason.NONE and not self.entries:  # no op of ours said what it saved: say that much
+        if not self._takes and not self.entries:  # no op of ours said what it saved: say that much
             entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False)
             entry.reason = self._stays
             self.entries.append(entry)
-        if self._stays is Reason.NONE:
+        if self._takes:
             for reference, _, owners in self._named.values():
                 tensor = reference() if None in owners else None
                 if tensor is not None and is_plain(tensor):
@@ -335,7 +337,7 @@ class LayerVisit(SlotObserver):
             mover.note(f"{self.layer} saved")
         self._forget()
         before = len(mover.counts.throttles)
-        if self._stays is Reason.NONE:
+        if self._takes:
             mover.settle()
         self.throttles = (before, len(mover.counts.throttles))
 
@@ -437,7 +439,7 @@ class LayerVisit(SlotObserver):
     def release(self) -> None:
         """The step ends: give back what is left on either side. What was kept belongs to its graph alone."""
         for cargo in self.cargos:
-            if cargo.state is not SlotState.RELEASED:
+            if cargo.state is not RELEASED:
                 self._engine.mover.release(cargo)
         for cargo in self.kept:
             cargo.counted = False
