@@ -100,9 +100,10 @@ class Load:
                 strip, self.runs = lone(self.tensors[0])
                 self.strips, self.bases = [strip], [0]
             else:
-                self.strips = strips_of(self.tensors)
+                across = device.type == "cuda"
+                self.strips = strips_of(self.tensors, across_storages=across)
                 self.bases = [0] * len(self.strips)
-                self.runs = find_runs(self.strips, across_storages=device.type == "cuda")
+                self.runs = find_runs(self.strips, across_storages=across)
         return self.runs
 
     def make_cargo(self, device: torch.device) -> None:

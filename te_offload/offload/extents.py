@@ -127,8 +127,8 @@ def _strides(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def strips_of(tensors: Sequence[torch.Tensor]) -> list[Strip]:
-    """The strips of strided tensors."""
+def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) -> list[Strip]:
+    """The strips of strided tensors. ``across_storages``: as for `find_runs`."""
     if len(tensors) == 1:
         return [_strip(0, tensors[0])]
     begins = list(map(_ADDRESS, tensors))
@@ -142,6 +142,8 @@ def strips_of(tensors: Sequence[torch.Tensor]) -> list[Strip]:
     members: list[int] = []
     pitch, end, storage, shape, dtype = 0, -1, -1, shapes[0], dtypes[0]
     length = lengths[0] if alike and len(shape) > 0 and False not in dense else -1
+    if not across_storages and keys.count(keys[0]) < len(keys):
+        length = -1
     if length > 0 and begins == list(range(begins[0], begins[0] + len(begins) * length, length)):
         held = frozenset(keys)
         if len(held) == 1 or begins[0] // SEGMENT == begins[-1] // SEGMENT:  # one behind the other, in this order
@@ -170,7 +172,7 @@ def strips_of(tensors: Sequence[torch.Tensor]) -> list[Strip]:
         gap = begin - end
         joins = 0 <= gap < ALIGNMENT and dense[index] and dtypes[index] is dtype
         if joins:  # of another storage: in the same segment?
-            joins = keys[index] == storage or (end - 1) // SEGMENT == begin // SEGMENT
+            joins = keys[index] == storage or (across_storages and (end - 1) // SEGMENT == begin // SEGMENT)
         if joins and not gap:
             joins = not pitch and len(shapes[index]) == len(shape) > 0
         elif joins:

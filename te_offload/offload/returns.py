@@ -69,10 +69,9 @@ class Returns:
         self._mover.finish_use()  # of the forward that was read before
         if not self.reads:
             self._mover.note(BACKWARD_BEGINS)
-        self.reads.append(visit)
         self._mover.settle_recalled()
-        free = self._mover.transfer.mark()
-        visit.needed = free
+        visit.needed = free = self._mover.transfer.mark()
+        self.reads.append(visit)
         self._ahead -= visit.ahead
         visit.ahead = 0
         for cargo in reversed(visit.cargos):

@@ -326,17 +326,19 @@ class Saved:
             self._parts = []
         self._parts.append((part, position, number))
 
-    def reads(self, lot: Lot, offset: int) -> bool:
-        """Whether a byte of a lot is of these tensors, or of a strip with one of them."""
+    def spans(self, lot: Lot) -> list[tuple[int, int]]:
+        """First byte and end, in a lot, of these tensors, or of the strips that they are in."""
         if self._lot is lot:
             if self._place is None:
-                return True
+                return [(0, lot.nbytes)]
             size, _, dtype, begin = self._place
-            return begin <= offset < begin + math.prod(size) * dtype.itemsize
-        parts = self._all_parts()
-        return any(
-            part.offset <= offset < part.offset + part.strip.end - part.strip.begin for part in parts if part.lot is lot
-        )
+            return [(begin, begin + math.prod(size) * dtype.itemsize)]
+        return [
+            (begin - part.strip.begin + part.offset, end - part.strip.begin + part.offset)
+            for part in self._all_parts()
+            if part.lot is lot
+            for begin, end in part.strip.parts()
+        ]
 
     def _all_parts(self) -> list[Part]:
         return [part for part, _, _ in self._parts or ()] if self.part is None else [self.part]

@@ -1,9 +1,10 @@
 """``verify=True``: every restored slot is compared with what its producer wrote.
 
 In: cargos, when they leave and when they are back. Out: `CorruptionError` that names the slot and the first byte that
-differs. Keeps true: the checksum is taken on the compute stream where the slot was produced, and the copy that locates a
-difference takes a way of its own (synchronous, to pageable memory), so no error of the engine can touch it. Does not:
-run fast; it is for finding bugs, and costs the host memory of the slots once more and a synchronization each.
+differs; of bytes that a tensor reads, since what lies between tensors may be anyone's. Keeps true: the checksum is taken on
+the compute stream where the slot was produced, and the copy that locates a difference takes a way of its own (synchronous,
+to pageable memory), so no error of the engine can touch it. Does not: run fast; it is for finding bugs, and costs the host
+memory of the slots once more and a synchronization each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from te_offload.errors import CorruptionError
-from te_offload.offload.cargo import Cargo
+from te_offload.offload.cargo import Cargo, Lot
 
 _PART = 8 << 20  # bytes summed at once
 
@@ -54,27 +55,41 @@ class Verifier:
         if noted is None or any(lot.memory is None for lot in cargo.lots):
             return
         self.checked += cargo.slots
-        position = 0
-        for run, (lot, begin), expected, copy in zip(cargo.runs, cargo.places, noted.sums, noted.copies, strict=True):
+        runs = zip(cargo.runs, cargo.places, noted.sums, noted.copies, strict=True)
+        for number, (run, (lot, begin), expected, copy) in enumerate(runs):
             assert lot.memory is not None
             found = lot.memory.as_strided((lot.memory.numel(),), (1,)).view(torch.uint8)[begin : begin + run.nbytes]
-            if _checksum(found) != expected:
-                there = found.cpu()
-                differing = (there != copy).nonzero()
-                first = int(differing[0]) if len(differing) else 0
-                users = [user for user in (reference() for reference in cargo.users) if user is not None]
-                name = next((user.name for user in users if user.reads(lot, begin + first)), cargo.name)
+            if _checksum(found) == expected:
+                continue
+            there, spans = found.cpu(), _spans(cargo, lot, begin)
+            read = torch.zeros(run.nbytes, dtype=torch.bool)
+            for start, end, _ in spans:
+                read[start:end] = True
+            differing = ((there != copy) & read).nonzero()
+            if len(differing):
+                first = int(differing[0])
+                position = first + sum(earlier.nbytes for earlier in cargo.runs[:number])
+                name = next(name for start, end, name in spans if start <= first < end)
                 raise CorruptionError(
                     f"{name}, forward {noted.forward}: after its way to the host and back {len(differing)} of "
-                    f"{cargo.copied} bytes differ; the first one is byte {position + first}, {int(there[first]):#04x} "
+                    f"{cargo.copied} bytes differ; the first one is byte {position}, {int(there[first]):#04x} "
                     f"instead of {int(copy[first]):#04x}. Gradients of this step would be "
                     "wrong: discard it, and report this."
                 )
-            position += run.nbytes
 
     def forget(self) -> None:
         """The step is over."""
         self._noted.clear()
+
+
+def _spans(cargo: Cargo, lot: Lot, origin: int) -> list[tuple[int, int, str]]:
+    """First byte, end and slot of what is read in a lot by who is still there, counted from a byte of the lot on."""
+    return [
+        (max(begin - origin, 0), max(end - origin, 0), user.name)
+        for user in (reference() for reference in cargo.users)
+        if user is not None
+        for begin, end in user.spans(lot)
+    ]
 
 
 def _checksum(data: torch.Tensor) -> int:

@@ -125,6 +125,30 @@ def test_first_and_last_byte_of_a_slot_are_named_as_its_own(
     assert _Spoils.expected and str(error.value).startswith(f"{_Spoils.expected}, forward 0")
 
 
+def test_bytes_beside_a_slots_tensors_may_change_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.arange(1024, dtype=torch.int32).numpy()
+    whole = torch.from_numpy(memory)
+    parts = [whole[64:96], whole[112:144]]
+    expected = [part.clone() for part in parts]
+
+    class Writes(Mover):
+        """Writes beside the tensors before each copy out."""
+
+        def send_out(self, cargo: Cargo, sources: Any) -> None:
+            memory[:64], memory[96:112], memory[144:] = -1, -1, -1
+            super().send_out(cargo, sources)
+
+    use(monkeypatch, LateTransfer(), Writes)
+    layers = [Layer(lambda: parts), *[Layer(lambda: [torch.ones(200)]) for _ in range(2)]]
+    with OffloadSession(layers, min_bytes=0, max_in_flight=0, verify=True) as session:
+        with session.step():
+            layers[2](layers[1](layers[0](torch.ones(4, requires_grad=True)))).sum().backward()
+        assert session.records[-1].bytes_back >= 2 * 128
+    found = layers[0].seen[0]
+    assert all(torch.equal(part, before) for part, before in zip(found, expected, strict=True))
+    assert found[0].data_ptr() != parts[0].data_ptr()
+
+
 def test_without_verify_a_torn_copy_is_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, LateTransfer(tear=True))
     model = Stack(2)

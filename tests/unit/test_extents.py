@@ -149,6 +149,14 @@ def test_storages_side_by_side_in_one_segment_are_one_strip() -> None:
     assert [list(found.members) for found in strips_of(longer)] == [[0, 1], [2, 3, 4]]
 
 
+def test_storages_side_by_side_on_the_cpu_are_a_strip_each() -> None:
+    tensors = _storages_side_by_side(3, 512)
+    one = torch.zeros(1024, dtype=torch.uint8)
+    assert len(strips_of(tensors, across_storages=False)) == 3
+    assert len(strips_of([tensors[0][:256], *tensors[1:]], across_storages=False)) == 3
+    assert len(strips_of([one[:256], one[256:512]], across_storages=False)) == 1
+
+
 def test_storages_side_by_side_are_a_strip_a_segment() -> None:
     tensors = _storages_side_by_side(6, SEGMENT // 4)
     assert [list(found.members) for found in strips_of(tensors)] == [[0, 1, 2, 3], [4, 5]]
