@@ -400,16 +400,21 @@ def _first_owner(storages: set[int], loads: list[Load], owners: dict[int, Load])
 
 def _lease(loads: list[Load], pool: HostPool) -> SlotEntry | None:
     """Take host memory for all; if that fails take none, and say which slot found no room."""
-    for number, load in enumerate(loads):
-        cargo = load.cargo
-        if cargo is not None and cargo.copied:
-            cargo.lease = pool.acquire(cargo.copied)
-            if cargo.lease is None:
-                for earlier in loads[:number]:
-                    if earlier.cargo is not None and earlier.cargo.lease is not None:
-                        earlier.cargo.lease.release()
-                return load.others[-1].entry if load.others else load.entry
-    return None
+    leased = 0
+    try:
+        for load in loads:
+            cargo = load.cargo
+            if cargo is not None and cargo.copied:
+                cargo.lease = pool.acquire(cargo.copied)
+                if cargo.lease is None:
+                    return load.others[-1].entry if load.others else load.entry
+            leased += 1
+        return None
+    finally:
+        if leased < len(loads):
+            for load in loads[:leased]:
+                if load.cargo is not None and load.cargo.lease is not None:
+                    load.cargo.lease.release()
 
 
 def storages_of(module: torch.nn.Module) -> frozenset[int]:

@@ -76,7 +76,7 @@ class Quiet:
         """The step is over."""
         for visit in visits:
             signature = self._signatures.get(visit.key)
-            if signature is not None and {e.reason for e in visit.entries} <= _LASTING:
+            if signature is not None and not visit.aborted and {e.reason for e in visit.entries} <= _LASTING:
                 self._known[visit.key] = signature
             else:
                 self._known.pop(visit.key, None)

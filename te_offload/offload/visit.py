@@ -65,7 +65,7 @@ class LayerVisit(SlotObserver):
 
     Attributes:
         key: layer and forward. mover: who copies. number: of this forward among those of the step.
-        cargos: what left the device, in order. read: whether the backward has read of it.
+        cargos: what left the device, in order. read: whether the backward has read of it. aborted: whether it raised.
         keep: why all of this forward stays on the device, if it does; it is recorded all the same.
         began, ended, needed: marks of the forward (if that is timed; its end also where a slot has no mark of its own), and
             of the first read; none where it is left alone.
@@ -82,6 +82,7 @@ class LayerVisit(SlotObserver):
         self.kept: list[Cargo] = []
         self.exempt_bytes = 0
         self.read = False
+        self.aborted = False
         self.number = len(engine.visits)
         self.ahead = 0  # bytes that are back before the backward has come here
         self.began: Mark | None = None
@@ -286,6 +287,7 @@ class LayerVisit(SlotObserver):
 
     def abort(self) -> None:
         """The forward raised: stop taking tensors, and move none."""
+        self.aborted = True
         self._close()
         self._forget()
         self.entries.clear()
