@@ -175,14 +175,16 @@ class Engine:
             else:
                 self.delay.forced += 1
 
-    def end_step(self, *, unseen: int = 0, growth: float = 1.0) -> None:
+    def end_step(self, *, unseen: int = 0, growth: float = 1.0, raised: bool = False) -> None:
         """The step is over: leave nothing behind, and keep what its record needs.
 
         Args:
             unseen: forwards that nobody looked at. If there are no others, the step has no record.
             growth: how much more host memory than this one a later step may need.
+            raised: whether an error ended it.
         """
         self.commit_delayed()
+        raised = raised or any(visit.aborted for visit in self.visits)
         ended = self.mover.transfer.mark()
         self.mover.finish_use()
         abandoned = sum(cargo.slots for visit in self.visits for cargo in visit.cargos if cargo.lease)
@@ -195,7 +197,7 @@ class Engine:
         leases = sum(len(visit.cargos) for visit in self.visits)  # each rounded up to 512 bytes
         self.pool.settle(int(self.pool.peak_bytes * growth) + 512 * leases if growth > 1 else 0)
         self._find_nodes()
-        self.returns.end_step(complete=not unseen)
+        self.returns.end_step(complete=not unseen and not raised)
         if self.verifier is not None:
             self.verifier.forget()
         if unseen and not self.visits:
@@ -216,6 +218,7 @@ class Engine:
                 reads=self.returns.reads,
                 counts=self.mover.counts,
                 abandoned=abandoned,
+                raised=raised,
                 planned=self.rules.plan is not None,
                 forecast=self.rules.plan.forecast if self.rules.plan is not None else None,
                 timed=self.mover.transfer.timed,
@@ -283,6 +286,6 @@ class Engine:
         """Set both bounds to what the last step that the device has passed shows to be needed."""
         if self.steps < _ADAPT_FIRST or self.steps % _ADAPT_EVERY == 0:
             record = self.latest_timed_record()
-            bounds = bounds_for(record) if record is not None else None
+            bounds = bounds_for(record) if record is not None and not record.raised else None
             if bounds is not None:
                 self.mover.max_in_flight, self.returns.max_ahead = int(bounds.out), int(bounds.back)

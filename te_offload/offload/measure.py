@@ -32,6 +32,7 @@ class FinishedStep:
     reads: list[LayerVisit]
     counts: Counts
     abandoned: int
+    raised: bool
     planned: bool
     forecast: Forecast | None
     timed: bool
@@ -92,6 +93,7 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         unseen=step.unseen,
         exempt_bytes=sum(visit.exempt_bytes for visit in step.visits) if step.timed else 0,
         abandoned=step.abandoned,
+        raised=step.raised,
         planned=step.planned,
         predicted_ms=step.forecast.step_ms if step.forecast else None,
         predicted_waiting_ms=step.forecast.waiting_ms if step.forecast else None,

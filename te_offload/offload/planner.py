@@ -67,7 +67,7 @@ class Planner:
         if engine.steps == 0:
             return
         record = engine.latest_record(wait=self.plan is None)
-        if record is None or not record.slots or record.unseen:
+        if record is None or not record.slots or record.unseen or record.raised:
             return
         if self.plan is None:
             if record.index > 0:  # page-locking disturbs the times of the first step
@@ -90,6 +90,8 @@ class Planner:
         everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
         torch.distributed.all_gather_object(everyone, mine, group=self._group)
         records = [record for record, *_ in everyone]
+        if any(record.raised for record in records):
+            return  # on every rank
         record = merge_records(records)
         link = Link(*(min(dataclasses.astuple(rates)[i] for _, rates, *_ in everyone) for i in range(4)))
         bounds = Bounds(max(each[2] for each in everyone), max(each[3] for each in everyone), recall=True)

@@ -140,6 +140,7 @@ class StepRecord:
         exempt_bytes: bytes of tensors that are never offloaded (weights, their copies, metadata, scales of whole
             tensors), each forward's counted, in a timed step.
         abandoned: slots offloaded whose backward did not come in the step.
+        raised: whether an error ended the step, or a forward in it: what it shows of sizes and times is not a step's.
         planned: whether a plan chose the slots.
         predicted_ms, predicted_waiting_ms: what the plan foresaw: the step, and its waits for copies; ``None`` without one.
         timed: whether times were taken; if not, they and ``exempt_bytes`` are ``None`` or 0, and there are no windows.
@@ -167,6 +168,7 @@ class StepRecord:
     unseen: int
     exempt_bytes: int
     abandoned: int
+    raised: bool
     planned: bool
     predicted_ms: float | None
     predicted_waiting_ms: float | None

@@ -52,7 +52,9 @@ class Returns:
         self._ahead = 0
 
     def end_step(self, *, complete: bool) -> None:
-        """The step is over: remember the order in which its forwards were read, if ``complete``: if all were looked at."""
+        """The step is over: remember the order in which its forwards were read, if ``complete``: if all were looked at,
+        and none raised.
+        """
         if complete:
             self._next = dict(itertools.pairwise([visit.key for visit in self.reads]))
         self._visits = []

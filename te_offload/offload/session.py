@@ -184,11 +184,13 @@ class OffloadSession:
             UnsupportedError: while a CUDA graph is captured, with ``verify=True``.
         """
         self._begin_step()
+        raised = True
         try:
             yield
+            raised = False
         finally:
             if self._state is SessionState.IN_STEP:  # else close() has ended it
-                self._end_step()
+                self._end_step(raised=raised)
 
     def region(self, name: str, *, no_offload_activation: bool = False) -> contextlib.AbstractContextManager[None]:
         """Name what a layer saves inside, where no op of te_offload names it: attention, norms, projections.
@@ -309,7 +311,7 @@ class OffloadSession:
             attachment.forwards = 0
         self._state = change("This OffloadSession", self._state, SessionState.IN_STEP)
 
-    def _end_step(self) -> None:
+    def _end_step(self, *, raised: bool = False) -> None:
         """Leave nothing behind: no hook, no host memory."""
         assert self._engine is not None
         self._state = change("This OffloadSession", self._state, SessionState.IDLE)
@@ -317,7 +319,7 @@ class OffloadSession:
             self._pop().abort()
         self._quiet.end_step(self._engine.visits)
         growth = self._max_tokens / self._tokens if self._max_tokens is not None and self._tokens else 1.0
-        self._engine.end_step(unseen=self._quiet.unseen, growth=growth)
+        self._engine.end_step(unseen=self._quiet.unseen, growth=growth, raised=raised)
         self._tokens = 0
         self._outer_hooks = None
 

@@ -78,6 +78,8 @@ def totals(step: StepRecord) -> str:
         lines.append(f"The plan foresaw {step.predicted_ms:.2f} ms, {step.predicted_waiting_ms:.2f} of them waiting.")
     if not step.timed:
         lines[2] = f"No times were taken in this step; rank {step.rank}."
+    if step.raised:
+        lines.append("The step, or a forward in it, raised.")
     if step.unseen:
         lines.append(
             f"{step.unseen} forwards were not looked at: nothing of them went the last time, and nothing changed."

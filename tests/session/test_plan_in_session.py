@@ -12,7 +12,7 @@ import torch
 from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason
 from te_offload.errors import ArgumentError, BudgetError, PlanError
 from tests.session.test_lifetime import SPLITS, Stack
-from tests.support.mlp import assert_same_bits, run
+from tests.support.mlp import assert_same_bits, make_inputs, run
 
 LAYER = 10 * (16 + 32 + 32) * 4  # bytes that a layer saves
 FC1, ACT, FC2 = 10 * 16 * 4, 10 * 32 * 4, 10 * 32 * 4
@@ -110,6 +110,35 @@ def test_host_limit_is_never_passed_and_what_does_not_fit_stays_and_says_so() ->
             assert fates == {Fate.OFFLOADED, Fate.KEPT}
             assert all(row.reason is Reason.NO_ROOM for row in record.slots if row.fate is Fate.KEPT)
             assert record.bytes_out == record.bytes_back > 0
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 4])
+@pytest.mark.parametrize("where", ["forward", "backward", "a forward, and the step goes on"])
+def test_step_that_raised_is_no_ground_for_a_plan(where: str, number: int) -> None:
+    model = Stack(4)
+    with OffloadSession(model.layers, min_bytes=0, fraction=0.5) as session:
+        steps(session, model, number)
+        before = session.plan
+        x, sizes, scales = make_inputs(SPLITS, seed=0)
+        with contextlib.suppress(ZeroDivisionError), session.step():
+            y = model.layers[1](model.layers[0](x, sizes, scales, sizes), sizes, scales, sizes)
+            if where == "backward":
+                y.register_hook(lambda _: 1 / 0)
+                y.sum().backward()
+            failing = model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+            with contextlib.suppress(ZeroDivisionError) if "goes on" in where else contextlib.nullcontext():
+                model.layers[2](y, sizes, scales, sizes)
+        if where != "backward":
+            failing.remove()
+        assert session.records[-1].raised and "raised" in session.report()
+        model.zero_grad()
+        with session.step():
+            run(model, SPLITS)
+        assert before is None or session.plan is before
+        steps(session, model, 2)
+        assert session.plan is not None and len(session.plan.slots) == 4 * 3
+        assert before is None or session.plan is before
+        assert 0 < session.records[-1].bytes_out < 4 * LAYER and not session.records[-1].raised
 
 
 def test_plan_is_made_anew_when_shapes_drift_past_the_bound() -> None:

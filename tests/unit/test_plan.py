@@ -72,6 +72,7 @@ def record(layers: int = 4, forward: float = 10.0, backward: float = 20.0, **kep
         unseen=0,
         exempt_bytes=0,
         abandoned=0,
+        raised=False,
         planned=False,
         predicted_ms=None,
         predicted_waiting_ms=None,

@@ -52,6 +52,7 @@ STEP = StepRecord(
     unseen=0,
     exempt_bytes=1024,
     abandoned=0,
+    raised=False,
     planned=True,
     predicted_ms=None,
     predicted_waiting_ms=None,
