@@ -27,7 +27,7 @@ from te_offload.offload.visit import LayerVisit
 from te_offload.slots import Reason
 
 HISTORY = 4  # steps whose records are kept; their events serve the steps after them
-GROWTH_STEPS = 3  # steps in which host memory may be taken from the system
+GROWTH_STEPS = 3  # steps with something to offload, in which host memory may be taken from the system
 FIRST_BOUND = 256 << 20  # bytes in flight each way until something was measured
 TIMED_FIRST = 8  # steps that are timed, and
 TIMED_EVERY = 16  # from then on one in so many
@@ -68,7 +68,8 @@ class Engine:
     Args:
         device: where they run. rules: what goes. host: host memory.
         max_in_flight: most bytes in flight each way; ``None``: what was measured to be needed.
-        growth_steps: steps in which host memory may be taken from the system; ``None``: all.
+        growth_steps: steps in which host memory may be taken from the system, not counting those that took none and those
+            that raised; ``None``: all.
         stream: who copies both ways; ``None``: a stream of its own for each way.
         verify: whether every restored slot is compared with what was saved.
 
@@ -107,6 +108,7 @@ class Engine:
         self._adapts = max_in_flight is None
         self._reserve = host.reserve
         self._growth_steps = growth_steps
+        self._took_host_memory = 0  # steps that did, and did not raise
         self._captured = False  # whether this step is
         self._last_timed: StepRecord | None = None  # of those that are no longer among the last steps
         self.delays = False
@@ -124,7 +126,7 @@ class Engine:
         """
         self._captured = captured
         if captured:
-            self.pool.in_graph = True
+            self.pool.in_graph, self.pool.may_grow = True, False
             self.pool.forget_uses()
             self.mover.transfer.capture(on=True)
             self._begin()
@@ -200,8 +202,8 @@ class Engine:
         self.returns.end_step(complete=not unseen and not raised)
         if self.verifier is not None:
             self.verifier.forget()
+        self._count_step(raised=raised)
         if unseen and not self.visits:
-            self._count_step()
             return
         oldest = self._finished[0] if len(self._finished) == HISTORY else None
         if isinstance(oldest, FinishedStep):
@@ -213,7 +215,7 @@ class Engine:
             self._last_timed = oldest
         self._finished.append(
             FinishedStep(
-                index=self.steps,
+                index=self.steps - 1,
                 visits=self.visits,
                 reads=self.returns.reads,
                 counts=self.mover.counts,
@@ -233,21 +235,27 @@ class Engine:
                 unseen=unseen,
             )
         )
-        self._count_step()
 
     def _find_nodes(self) -> None:
         if self.pool.node is not None and self._nodes_at != self.pool.allocations:
             self._nodes, self._nodes_at = tuple(sorted(self.pool.nodes)), self.pool.allocations
 
-    def _count_step(self) -> None:
+    def _count_step(self, *, raised: bool) -> None:
         self.steps += 1
-        if self._growth_steps is not None and self.steps >= self._growth_steps:
+        if self.pool.peak_bytes and not raised:
+            self._took_host_memory += 1
+        if self._growth_steps is not None and self._took_host_memory >= self._growth_steps:
             self.pool.may_grow = False
 
     @property
     def may_be_captured(self) -> bool:
-        """Whether the steps are over in which host memory is taken."""
-        return not self.pool.may_grow
+        """Whether the steps are over in which host memory is taken, or as many in which nothing went."""
+        return not self.pool.may_grow or (self.steps >= GROWTH_STEPS and not self._took_host_memory)
+
+    @property
+    def times_are_disturbed(self) -> bool:
+        """Whether page-locking disturbed the times of the last step with something to offload: it was the first."""
+        return self._took_host_memory == 1
 
     def close(self) -> None:
         """Give all host memory back."""

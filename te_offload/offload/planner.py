@@ -43,6 +43,7 @@ class Planner:
         self.plan = given
         self._policy = policy
         self._given = given is not None
+        self._checks_host_limit = policy.host_limit is not None  # with the first step that has slots
         self._group = group
         self._link: Link | None = None
 
@@ -52,10 +53,12 @@ class Planner:
         Raises:
             BudgetError: the budgets cannot be met. PlanError: ranks that shall plan together have other slots.
         """
-        if engine.steps == 1 and self._policy.host_limit is not None:
-            record = engine.latest_record(wait=True)
-            assert record is not None
-            check_host_limit(self._policy.host_limit, record)
+        if self._checks_host_limit and engine.steps:
+            record = engine.latest_record(wait=engine.steps == 1)
+            if record is not None and bytes_by_slot(record):
+                assert self._policy.host_limit is not None
+                check_host_limit(self._policy.host_limit, record)
+                self._checks_host_limit = False
         if not self._given and self._policy.name == "planned":
             if self._group is not None:
                 self._plan_together(engine)
@@ -70,7 +73,7 @@ class Planner:
         if record is None or not record.slots or record.unseen or record.raised:
             return
         if self.plan is None:
-            if record.index > 0:  # page-locking disturbs the times of the first step
+            if record.index > 0 and not engine.times_are_disturbed:
                 self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
         elif self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift:
             if record.timed:

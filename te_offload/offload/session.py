@@ -55,8 +55,8 @@ class OffloadSession:
             steps on each, with one collective there and none elsewhere.
         min_bytes: a slot smaller than this stays on the device. Bytes, or text such as ``"1MiB"``.
         host_limit: most bytes of host memory held; slots that do not fit stay on the device. ``None``: no limit.
-        host_reserve: host memory taken when the first step begins. Default: what the first three steps need; in either
-            case no more is taken after them, and what does not fit stays on the device.
+        host_reserve: host memory taken when the first step begins. Default: what the first three steps need in which
+            something goes; in either case no more is taken after them, and what does not fit stays on the device.
         max_tokens: most tokens (rows of the layers' input) that a step will have. Then the host memory of the first steps
             is taken for so many, and random token counts find room.
         max_in_flight: most bytes on the device that wait only for their copy out, and most that are back before the
@@ -180,7 +180,7 @@ class OffloadSession:
             ConflictError: inside Transformer Engine's own offloading context.
             BudgetError: the budgets cannot be met with what the first steps saved.
             PlanError: the given plan does not fit what the first step saved.
-            WarmUpError: while a CUDA graph is captured, but in one of the first three steps, which take host memory.
+            WarmUpError: while a CUDA graph is captured, but in one of the first three steps that take host memory.
             UnsupportedError: while a CUDA graph is captured, with ``verify=True``.
         """
         self._begin_step()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
 from te_offload import Fate, OffloadSession, Reason
-from te_offload.errors import ArgumentError, ArgumentTypeError
+from te_offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from te_offload.offload import numa
 from te_offload.offload.engine import GROWTH_STEPS
 from te_offload.offload.session import _rows
 from tests.session.test_lifetime import Stack
-from tests.support.mlp import run
+from tests.support.mlp import make_inputs, run
 
 COUNTS = [(90, 0, 210), (300, 100, 0), (0, 205, 200), (2000, 900, 1100), (1, 0, 33), (4000, 0, 0), (0, 1, 3999)]
 
@@ -43,6 +44,41 @@ def test_without_a_maximum_what_the_first_steps_did_not_need_stays_on_the_device
             if sum(splits) == 4000:
                 assert Reason.NO_ROOM in {row.reason for row in session.records[-1].slots}
         assert session.records[-1].host_held < 4000 * 4 * 80 * 3
+
+
+@pytest.mark.parametrize("first", ["evaluation", "errors", "errors in the backward"])
+def test_host_memory_is_taken_by_training_steps_whatever_came_before_them(first: str) -> None:
+    model = Stack()
+    x, sizes, scales = make_inputs((3, 0, 5), seed=0)
+    with OffloadSession(model.layers, min_bytes=0) as session:
+        for _ in range(GROWTH_STEPS + 1):
+            with contextlib.suppress(ZeroDivisionError), session.step(), torch.set_grad_enabled(first != "evaluation"):
+                y = model.layers[0](x, sizes, scales, sizes)
+                if "backward" in first:
+                    y.register_hook(lambda _: 1 / 0)
+                    y.sum().backward()
+                elif first == "errors":
+                    raise ZeroDivisionError
+        for number, splits in enumerate([(4, 0, 6), (40, 0, 6), (40, 0, 60), (400, 0, 6)]):
+            with session.step():
+                run(model, splits)
+            record = session.records[-1]
+            reasons = {row.reason for row in record.slots if row.nbytes}
+            assert (Reason.NO_ROOM in reasons) == (number >= GROWTH_STEPS)
+            assert (record.bytes_out == record.bytes_back > 0) or number >= GROWTH_STEPS
+
+
+def test_host_limit_below_every_slot_is_an_error_also_after_an_evaluation() -> None:
+    model = Stack()
+    x, sizes, scales = make_inputs((3, 0, 5), seed=0)
+    with OffloadSession(model.layers, min_bytes=0, host_limit=512) as session:
+        for _ in range(3):
+            with session.step(), torch.no_grad():
+                model(x, sizes, scales, sizes)
+        with session.step():
+            run(model, (4, 0, 6))
+        with pytest.raises(BudgetError, match="too little for anything to go"), session.step():
+            raise AssertionError
 
 
 def test_host_limit_holds_against_a_declared_maximum() -> None:
