@@ -135,7 +135,7 @@ class Part:
         """
         strip, lot = self.strip, self.lot
         carried_by = None if lot is None else cargo
-        for position, member in enumerate(strip.members, 0):
+        for position, member in enumerate(strip.members):
             handle = handles[base + member]
             handle.part, handle.position, handle.cargo = self, position, carried_by
         if alone and lot is not None and strip.end - strip.begin == lot.nbytes:
@@ -181,9 +181,7 @@ class Saved:
     position: int
     _lot: Lot | None  # else: its one tensor is all of it, or has a place there: size, stride, dtype, first byte
     _place: tuple[Sequence[int], Sequence[int], torch.dtype, int] | None
-    _parts: (
-        list[tuple[Part, int | None, int]] | None
-    )  # else: also the position of a tensor in the part, and its number here
+    _parts: list[tuple[Part, int | None, int]] | None  # else: parts, the position of a tensor in each, its number here
     taken: bool  # were they given out?
 
     def __init__(self, tensors: list[torch.Tensor], entry: SlotEntry) -> None:
