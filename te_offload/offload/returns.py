@@ -55,7 +55,7 @@ class Returns:
         """The step is over: remember the order in which its forwards were read, if ``complete``: if all were looked at,
         and none raised.
         """
-        if complete:
+        if complete and self.reads:  # an evaluation reads nothing, and says nothing of the order
             self._next = dict(itertools.pairwise([visit.key for visit in self.reads]))
         self._visits = []
         self._by_key = {}

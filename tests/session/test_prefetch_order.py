@@ -1,0 +1,54 @@
+"""What comes back before the backward asks for it: the next forward in the order of the step before."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from te_offload import OffloadSession
+from te_offload.offload.returns import Returns
+from te_offload.offload.states import ON_HOST
+from te_offload.offload.visit import LayerVisit
+from tests.session.test_lifetime import SPLITS, Stack
+from tests.support.mlp import make_inputs
+
+
+def _train(session: OffloadSession, model: Stack, order: tuple[int, ...], *, fails: bool = False) -> None:
+    """All forwards, then their backwards in some order."""
+    x, sizes, scales = make_inputs(SPLITS, seed=0)
+    with contextlib.suppress(ZeroDivisionError), session.step():
+        losses = [model(x, sizes, scales, sizes).sum() for _ in order]
+        for number, index in enumerate(order):
+            losses[index].backward()
+            assert not (fails and number == 0) or 1 / 0
+    assert session.records[-1].bytes_back > 0
+
+
+@pytest.mark.parametrize("between", ["nothing", "an evaluation", "a step that raised"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_what_the_step_before_read_next_is_on_its_way_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...], between: str
+) -> None:
+    on_its_way: list[bool] = []
+    real = Returns.read
+
+    def read(self: Returns, visit: LayerVisit) -> None:
+        assert visit.cargos
+        on_its_way.append(all(cargo.state is not ON_HOST for cargo in visit.cargos))
+        real(self, visit)
+
+    model = Stack(3)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0) as session:
+        _train(session, model, order)
+        if between == "an evaluation":
+            x, sizes, scales = make_inputs(SPLITS, seed=0)
+            with session.step(), torch.no_grad():
+                model(x, sizes, scales, sizes)
+        elif between == "a step that raised":
+            _train(session, model, order, fails=True)
+        monkeypatch.setattr(Returns, "read", read)
+        _train(session, model, order)
+    assert len(on_its_way) == 3 * len(order)
+    assert all(on_its_way[1:]) and not on_its_way[0]
