@@ -18,13 +18,13 @@ from te_offload.offload.decide import Rules
 from te_offload.offload.visit import LayerVisit
 from te_offload.slots import Reason
 
+# Not that a forward saved nothing, or not all, since no gradient needed it (weights may be unfrozen), or since it raised.
 _LASTING = {
     Reason.ASKED,
     Reason.MARKED,
     Reason.TOO_SMALL,
     Reason.PLAN,
     Reason.DISABLED,
-    Reason.FROZEN,
     Reason.REBUILT,
     Reason.GRAPH_GONE,
     Reason.IN_BACKWARD,
@@ -76,7 +76,7 @@ class Quiet:
         """The step is over."""
         for visit in visits:
             signature = self._signatures.get(visit.key)
-            if signature is not None and not visit.aborted and {e.reason for e in visit.entries} <= _LASTING:
+            if signature is not None and visit.entries and {e.reason for e in visit.entries} <= _LASTING:
                 self._known[visit.key] = signature
             else:
                 self._known.pop(visit.key, None)

@@ -16,7 +16,7 @@ from te_offload.ops.slot_owner import SlotOwner
 from te_offload.report.table import step_table
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.late_copies import LateTransfer
-from tests.support.mlp import assert_same_bits, run
+from tests.support.mlp import assert_same_bits, make_inputs, run
 
 LAST_TIMED = -(-TIMED_FIRST // TIMED_EVERY) * TIMED_EVERY  # the first step after it is not timed
 
@@ -60,6 +60,27 @@ def test_slot_that_has_become_large_goes_at_once() -> None:
         step(session, model, tuple(10 * size for size in SPLITS))
         assert any(row.fate is Fate.OFFLOADED for row in session.records[-1].slots)
         assert session.records[-1].bytes_out > 0
+
+
+@pytest.mark.parametrize("saved", ["nothing", "what stays"])
+def test_slots_go_at_once_when_weights_are_unfrozen(saved: str) -> None:
+    model = Stack(2)
+    for layer in model.layers:
+        layer[1].no_offload_activation = True  # type: ignore[index]
+    with OffloadSession(model.layers, min_bytes=0) as session:
+        for _ in range(LAST_TIMED + 1):
+            step(session, model)
+        whole = session.records[-1].bytes_out
+        model.requires_grad_(False)
+        x, sizes, scales = make_inputs(SPLITS, seed=0)
+        for _ in range(2):
+            with session.step():
+                model(x.detach(), sizes, scales.detach() if saved == "nothing" else scales, sizes)
+        rows = [row for record in session.records for row in record.slots if row.reason is Reason.FROZEN]
+        assert bool(rows) == (saved == "what stays")
+        model.requires_grad_(True)
+        step(session, model)
+        assert session.records[-1].bytes_out == session.records[-1].bytes_back == whole > 0
 
 
 def test_changed_argument_of_an_op_counts_at_once() -> None:
