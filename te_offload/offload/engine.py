@@ -75,7 +75,8 @@ class Engine:
 
     Attributes:
         visits: the forwards of this step, or of the last one.
-        steps: how many are over. times_next: whether the next one is timed in any case.
+        steps: how many are over. warm_steps: of them, those that used host memory and did not raise.
+        times_next: whether the next one is timed in any case.
         owned_storages: of the parameters of layers, as far as looked up in this step.
         delays: whether copies out are queued by `commit_delayed`. delay: what that has won and lost.
     """
@@ -108,7 +109,7 @@ class Engine:
         self._adapts = max_in_flight is None
         self._reserve = host.reserve
         self._growth_steps = growth_steps
-        self._took_host_memory = 0  # steps that did, and did not raise
+        self.warm_steps = 0
         self._captured = False  # whether this step is
         self._last_timed: StepRecord | None = None  # of those that are no longer among the last steps
         self.delays = False
@@ -243,19 +244,19 @@ class Engine:
     def _count_step(self, *, raised: bool) -> None:
         self.steps += 1
         if self.pool.peak_bytes and not raised:
-            self._took_host_memory += 1
-        if self._growth_steps is not None and self._took_host_memory >= self._growth_steps:
+            self.warm_steps += 1
+        if self._growth_steps is not None and self.warm_steps >= self._growth_steps:
             self.pool.may_grow = False
 
     @property
     def may_be_captured(self) -> bool:
         """Whether the steps are over in which host memory is taken, or as many in which nothing went."""
-        return not self.pool.may_grow or (self.steps >= GROWTH_STEPS and not self._took_host_memory)
+        return not self.pool.may_grow or (self.steps >= GROWTH_STEPS and not self.warm_steps)
 
     @property
     def times_are_disturbed(self) -> bool:
         """Whether page-locking disturbed the times of the last step with something to offload: it was the first."""
-        return self._took_host_memory == 1
+        return self.warm_steps == 1
 
     def close(self) -> None:
         """Give all host memory back."""

@@ -327,10 +327,10 @@ class OffloadSession:
         if self._verify:
             raise UnsupportedError("verify=True compares on the host, which a CUDA graph cannot. Capture without it.")
         if self._engine is None or not self._engine.may_be_captured:
-            done = 0 if self._engine is None else self._engine.steps
+            done = 0 if self._engine is None else self._engine.warm_steps
             raise WarmUpError(
-                f"A session takes host memory in its first {GROWTH_STEPS} steps, which cannot be captured; {done} were "
-                "run. Run the others eagerly, on the stream of the capture."
+                f"A session takes host memory in its first {GROWTH_STEPS} steps that offload, which cannot be captured; "
+                f"{done} were run. Run the others eagerly, on the stream of the capture."
             )
 
     def _check_no_other_engine(self) -> None:

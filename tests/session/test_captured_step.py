@@ -12,7 +12,7 @@ from te_offload import OffloadSession
 from te_offload.errors import UnsupportedError, WarmUpError
 from te_offload.offload import engine
 from te_offload.offload.transfer import Copy, CpuTransfer, Mark, Piece
-from tests.support.mlp import assert_same_bits, make_mlp, run
+from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
 
 SPLITS = (5, 0, 7, 4)
 
@@ -144,10 +144,15 @@ def test_exception_in_a_captured_step_leaves_the_next_one_right(transfer: Checke
 def test_capture_before_the_host_memory_is_there_says_how_many_steps_are_missing(transfer: CheckedTransfer) -> None:
     module = Two()
     with OffloadSession(module.layers, min_bytes=0) as session:
+        with session.step(), torch.no_grad():  # an evaluation, which is none of them
+            x, sizes, scales = make_inputs(SPLITS)
+            module(x, sizes, scales, sizes)
         for number in range(3):
             transfer.capturing = True
             with (
-                pytest.raises(WarmUpError, match=f"first 3 steps, which cannot be captured; {number} were"),
+                pytest.raises(
+                    WarmUpError, match=f"first 3 steps that offload, which cannot be captured; {number} were"
+                ),
                 session.step(),
             ):
                 pass
