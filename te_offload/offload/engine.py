@@ -68,14 +68,14 @@ class Engine:
     Args:
         device: where they run. rules: what goes. host: host memory.
         max_in_flight: most bytes in flight each way; ``None``: what was measured to be needed.
-        growth_steps: steps in which host memory may be taken from the system, not counting those that took none and those
-            that raised; ``None``: all.
+        growth_steps: steps in which host memory may be taken from the system (`warm_steps`); ``None``: all.
         stream: who copies both ways; ``None``: a stream of its own for each way.
         verify: whether every restored slot is compared with what was saved.
 
     Attributes:
         visits: the forwards of this step, or of the last one.
-        steps: how many are over. warm_steps: of them, those that used host memory and did not raise.
+        steps: how many are over. warm_steps: of them, from the first that used host memory on, those
+            that saved something and did not raise.
         times_next: whether the next one is timed in any case.
         owned_storages: of the parameters of layers, as far as looked up in this step.
         delays: whether copies out are queued by `commit_delayed`. delay: what that has won and lost.
@@ -203,7 +203,7 @@ class Engine:
         self.returns.end_step(complete=not unseen and not raised)
         if self.verifier is not None:
             self.verifier.forget()
-        self._count_step(raised=raised)
+        self._count_step(saved=bool(unseen) or any(visit.entries for visit in self.visits), raised=raised)
         if unseen and not self.visits:
             return
         oldest = self._finished[0] if len(self._finished) == HISTORY else None
@@ -241,9 +241,9 @@ class Engine:
         if self.pool.node is not None and self._nodes_at != self.pool.allocations:
             self._nodes, self._nodes_at = tuple(sorted(self.pool.nodes)), self.pool.allocations
 
-    def _count_step(self, *, raised: bool) -> None:
+    def _count_step(self, *, saved: bool, raised: bool) -> None:
         self.steps += 1
-        if self.pool.peak_bytes and not raised:
+        if not raised and (self.pool.peak_bytes or (saved and self.warm_steps)):
             self.warm_steps += 1
         if self._growth_steps is not None and self.warm_steps >= self._growth_steps:
             self.pool.may_grow = False

@@ -1,4 +1,4 @@
-"""Which forwards a session need not look at: those from which nothing went, while nothing that decides has changed.
+"""Which forwards a session need not look at: those that kept all they saved, while nothing that decides has changed.
 
 In: finished steps, and the arguments of forwards. Out: whether a forward is looked at. Keeps true: in a timed step every
 forward is looked at; in the others one whose input has another shape, or whose ops have other arguments, than when it was

@@ -28,7 +28,7 @@ class SlotState(_State):
     RELEASED = "released"  # none
 
 
-# Shorter, and in Python 3.11 an enum's member costs ten times a name's look-up.
+# Shorter, and Python 3.11 is slow to look up an enum's member.
 SAVED, KEPT, LEAVING, ON_HOST, RETURNING, RETURNED, RELEASED = SlotState
 
 

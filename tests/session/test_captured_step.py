@@ -161,6 +161,19 @@ def test_capture_before_the_host_memory_is_there_says_how_many_steps_are_missing
                 run(module, SPLITS)
 
 
+def test_step_can_be_captured_after_a_plan_that_keeps_everything(transfer: CheckedTransfer) -> None:
+    module = Two()
+    with OffloadSession(module.layers, min_bytes=0, budget_per_layer="1GiB") as session:
+        for _ in range(3):
+            with session.step():
+                run(module, SPLITS)
+        assert session.records[-1].bytes_out == 0 < session.records[0].bytes_out
+        transfer.capturing = True
+        with session.step():
+            pass
+        transfer.capturing = False
+
+
 def test_verify_cannot_be_captured(transfer: CheckedTransfer) -> None:
     module = Two()
     with OffloadSession(module.layers, verify=True) as session:
