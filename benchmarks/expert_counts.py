@@ -61,7 +61,7 @@ def launches(step: Callable[[], Any]) -> int:
 
 def bound(experts: int, hidden: int, ffn: int, tokens: int, rates: tuple[float, float]) -> float:
     """Milliseconds; see the head of this file."""
-    padded = sum(-(-size // TILE) * TILE for size in split(experts, tokens, skew=False))
+    padded = sum(-(-size // TILE) * TILE for size in split(experts, tokens, skew=None))
     flop = 2 * hidden * ffn * (4 * padded + 2 * tokens)
     nbytes = 3 * 2 * experts * hidden * ffn * 2
     return max(flop / rates[0], nbytes / rates[1])
@@ -69,7 +69,7 @@ def bound(experts: int, hidden: int, ffn: int, tokens: int, rates: tuple[float, 
 
 def bound_by_launch(experts: int, hidden: int, ffn: int, tokens: int, rates: tuple[float, float]) -> float:
     """Milliseconds; see the head of this file."""
-    padded = sum(-(-size // TILE) * TILE for size in split(experts, tokens, skew=False))
+    padded = sum(-(-size // TILE) * TILE for size in split(experts, tokens, skew=None))
     weights = experts * hidden * ffn
     # Of each product: rows that it multiplies, and rows of hidden and of ffn that it reads or writes. FC1 writes its input
     # to the activation and FC2's; FC2's dgrad reads the former, and writes its gradient and the latter again.
@@ -97,7 +97,7 @@ def main() -> None:
         row: dict[str, Any] = {"experts": experts, "bound_ms": bound(experts, *size, rates)}
         row["bound_by_launch_ms"] = bound_by_launch(experts, *size, rates)
         for name, single in (("separate", False), ("grouped", True)):
-            case = Case(experts, *size, skew=False, single=single)
+            case = Case(experts, *size, skew=None, single=single)
             step, forward = case.step_of(case.fused), case.forward_of(case.fused)
             row[f"{name}_launches"] = launches(step)
             row[f"{name}_host_ms"] = median(functools.partial(host_milliseconds, forward), arguments.rounds)

@@ -186,7 +186,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ[hopper.SWITCH] = "0" if arguments.unfused else "1"
     size = arguments.layers, arguments.experts, arguments.hidden, arguments.ffn
-    sizes = torch.tensor(split(arguments.experts, arguments.tokens, skew=False), device="cuda")
+    sizes = torch.tensor(split(arguments.experts, arguments.tokens, skew=None), device="cuda")
     inputs = []
     for _ in range(2):
         x = torch.randn(arguments.tokens, arguments.hidden, device="cuda", dtype=torch.bfloat16)

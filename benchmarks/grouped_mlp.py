@@ -1,7 +1,7 @@
 """One grouped MLP, forward and backward: ours fused, Transformer Engine's ops, torch's `_grouped_mm`, our kernels bare.
 
-    ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew] [--rounds 20] [--calls 4]
-                                 [--json FILE] [--single-grouped-weight] [--recipe fp8|fp8-delayed|fp8-block]
+    ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew last|first] [--rounds 20]
+                                 [--calls 4] [--json FILE] [--single-grouped-weight] [--recipe fp8|fp8-delayed|fp8-block]
 
 All ways run in one process with the same weights and inputs, interleaved, forwards and backwards through the list by turns;
 each number is the median over the rounds of a few calls in a row (`--calls`), by events on the GPU. The first call of a row
@@ -46,11 +46,11 @@ class Case:
     """One shape: weights, inputs, and the ways to compute it.
 
     Args:
-        experts, hidden, ffn, tokens: the shape. skew: one expert takes half of the tokens, a quarter of them nothing.
+        experts, hidden, ffn, tokens: the shape. skew: see `split`.
         single: each op has one grouped weight, not one an expert.
     """
 
-    def __init__(self, experts: int, hidden: int, ffn: int, tokens: int, *, skew: bool, single: bool) -> None:
+    def __init__(self, experts: int, hidden: int, ffn: int, tokens: int, *, skew: str | None, single: bool) -> None:
         torch.manual_seed(0)
         size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
         if single:
@@ -106,14 +106,14 @@ class Case:
         """The fused op's launches alone."""
         kernels, x = self._kernels, self.x.detach()
         act_input, offsets = self.bare_forward()
-        dact, fc2_input, _, counts = kernels.fc2_dgrad(
+        dact, fc2_input, _, orders = kernels.fc2_dgrad(
             self.dy, kernels.prepare("fc2", self.weights2), act_input, self.scales.detach(), offsets
         )
         dw2 = x.new_empty(len(self.weights2), self.hidden, self.ffn)
-        kernels.wgrad(self.dy, fc2_input, offsets, kernels.prepare("dw2", dw2), accumulate=False, count=counts[0])
+        kernels.wgrad(self.dy, fc2_input, offsets, kernels.prepare("dw2", dw2), accumulate=False, order=orders[0])
         kernels.fc1_dgrad(dact, kernels.prepare("fc1", self.weights1), offsets, torch.empty_like(x))
         dw1 = x.new_empty(len(self.weights1), self.ffn, self.hidden)
-        kernels.wgrad(dact, x, offsets, kernels.prepare("dw1", dw1), accumulate=False, count=counts[1])
+        kernels.wgrad(dact, x, offsets, kernels.prepare("dw1", dw1), accumulate=False, order=orders[1])
         return dw1, dw2
 
     def bare_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,14 +167,15 @@ def _quack_gemm(
     )
 
 
-def split(experts: int, tokens: int, *, skew: bool) -> list[int]:
-    """Tokens of each expert."""
-    if not skew:
+def split(experts: int, tokens: int, *, skew: str | None) -> list[int]:
+    """Tokens of each expert: even, or the ``"first"`` or ``"last"`` one takes half and a quarter of them nothing."""
+    if skew is None:
         return [tokens // experts + (number < tokens % experts) for number in range(experts)]
     idle = experts // 4
     busy = experts - idle - 1
     rest = tokens - tokens // 2
-    return [tokens // 2, *[0] * idle, *[rest // busy + (number < rest % busy) for number in range(busy)]]
+    sizes = [tokens // 2, *[0] * idle, *[rest // busy + (number < rest % busy) for number in range(busy)]]
+    return sizes if skew == "first" else sizes[::-1]
 
 
 def milliseconds(step: Step, calls: int = CALLS) -> float:
@@ -247,7 +248,7 @@ def main() -> None:
         ("calls", CALLS),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--skew", action="store_true", help="one expert takes half, a quarter of them nothing")
+    parser.add_argument("--skew", choices=("first", "last"), help="which expert takes half; a quarter takes nothing")
     parser.add_argument("--json", type=Path, help="write the results here too")
     parser.add_argument("--single-grouped-weight", action="store_true", help="one weight an op, theirs and ours")
     parser.add_argument(
@@ -298,7 +299,7 @@ def main() -> None:
     medians = {key: statistics.median(values[2:]) for key, values in times.items()}
     number = te_adapter.cublaslt_version()
     shape = f"E{arguments.experts} H{arguments.hidden} F{arguments.ffn} T{arguments.tokens}"
-    skewed = ", skewed routing" if arguments.skew else ""
+    skewed = f", skewed routing, the {arguments.skew} expert takes half" if arguments.skew else ""
     skewed += ", one grouped weight" if single else ""
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}"

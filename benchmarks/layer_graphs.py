@@ -117,7 +117,7 @@ class Way:
 
 def inputs_of(arguments: argparse.Namespace) -> list[Inputs]:
     """Two batches with one routing."""
-    sizes = torch.tensor(split(arguments.experts, arguments.tokens, skew=False), device="cuda")
+    sizes = torch.tensor(split(arguments.experts, arguments.tokens, skew=None), device="cuda")
     return [
         (
             torch.randn(arguments.tokens, arguments.hidden, device="cuda", dtype=torch.bfloat16),

@@ -15,6 +15,7 @@ import torch
 
 from te_offload.fused import parameters
 from te_offload.fused.kernels.block_interface import BlockKernels, BlockNumbers, BlockWeights
+from te_offload.fused.kernels.interface import Orders
 from te_offload.ops import te_adapter
 from te_offload.ops.scaling import BlockFormat, BlockScaling, LinearBlockScaling
 
@@ -69,6 +70,7 @@ class BlockPass:
         self._rows: BlockNumbers | None = None  # of the next product
         self._columns: BlockNumbers | None = None  # of an output's gradient, for the next wgrad
         self._rebuilt: BlockNumbers | None = None
+        self._orders: Orders = (None, None)
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
@@ -109,7 +111,7 @@ class BlockPass:
         """The gradients by the activation's input and by the router's scales. ``wgrad``: `fc2_wgrad` follows."""
         kernels, offsets = self._kernels, self._offsets2
         rows, self._columns = kernels.block_rows(dy, offsets, self._scaling2.grad_output, by_column=wgrad)
-        dact_input, dscales = kernels.fc2_dgrad_blocks(rows, self._weights2, act_input, router, offsets)
+        dact_input, dscales, self._orders = kernels.fc2_dgrad_blocks(rows, self._weights2, act_input, router, offsets)
         if self._offsets2 is not self._offsets1:
             kernels.clear(offsets, dact_input)
         self._weights2 = BlockWeights(None, None)
@@ -120,7 +122,9 @@ class BlockPass:
     def fc2_wgrad(self, out: Any, accumulate: bool) -> None:
         """The gradients by FC2's weights."""
         assert self._columns is not None and self._rebuilt is not None
-        self._kernels.wgrad_blocks(self._columns, self._rebuilt, self._offsets2, out, accumulate=accumulate)
+        self._kernels.wgrad_blocks(
+            self._columns, self._rebuilt, self._offsets2, out, accumulate=accumulate, order=self._orders[0]
+        )
 
     def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
         """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""
@@ -137,7 +141,9 @@ class BlockPass:
         shape = self._columns.shape[0], self._fc1.in_features
         saved = BlockNumbers(shape, self._scaling1.input, *te_adapter.columns_of(x))
         turned = self._kernels.turn_blocks(saved, self._offsets1)
-        self._kernels.wgrad_blocks(self._columns, turned, self._offsets1, out, accumulate=accumulate)
+        self._kernels.wgrad_blocks(
+            self._columns, turned, self._offsets1, out, accumulate=accumulate, order=self._orders[1]
+        )
 
 
 def _weights(kernels: BlockKernels, name: str, op: Any, scaling: BlockScaling, *, backward: bool) -> BlockWeights:

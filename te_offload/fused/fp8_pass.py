@@ -18,6 +18,7 @@ import torch
 
 from te_offload.fused import parameters
 from te_offload.fused.kernels.fp8_interface import Fp8Kernels, QuantizedRows, QuantizedWeights
+from te_offload.fused.kernels.interface import Orders
 from te_offload.ops import te_adapter
 from te_offload.ops.scaling import LinearScaling, Scaling
 
@@ -70,6 +71,7 @@ class Fp8Pass:
         self._dy: QuantizedRows | None = None
         self._rebuilt: QuantizedRows | None = None
         self._magnitudes: torch.Tensor | None = None
+        self._orders: Orders = (None, None)
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
@@ -133,7 +135,7 @@ class Fp8Pass:
         kernels, offsets = self._kernels, self._offsets2
         scaling = self._scaling2.grad_output
         self._dy = kernels.quantize(dy, offsets, scaling, weights=self._weights2.inverses, by_column=wgrad)
-        dact_input, magnitudes, dscales = kernels.fc2_dgrad_fp8(
+        dact_input, magnitudes, dscales, self._orders = kernels.fc2_dgrad_fp8(
             self._dy, self._weights2, act_input, router, offsets, fast=False
         )
         if self._offsets2 is not self._offsets1:
@@ -149,7 +151,9 @@ class Fp8Pass:
     def fc2_wgrad(self, out: Any, accumulate: bool) -> None:
         """The gradients by FC2's weights."""
         assert self._dy is not None and self._rebuilt is not None
-        self._kernels.wgrad_fp8(self._dy, self._rebuilt, self._offsets2, out, accumulate=accumulate, fast=False)
+        self._kernels.wgrad_fp8(
+            self._dy, self._rebuilt, self._offsets2, out, accumulate=accumulate, fast=False, order=self._orders[0]
+        )
 
     def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
         """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""
@@ -173,7 +177,9 @@ class Fp8Pass:
         """The gradients by FC1's weights. ``x``: from `quantize_input`."""
         assert self._dy is not None and self._x is not None
         turned = self._kernels.turn(dataclasses.replace(self._x, rows=x), self._offsets1)
-        self._kernels.wgrad_fp8(self._dy, turned, self._offsets1, out, accumulate=accumulate, fast=False)
+        self._kernels.wgrad_fp8(
+            self._dy, turned, self._offsets1, out, accumulate=accumulate, fast=False, order=self._orders[1]
+        )
 
 
 def _weights(kernels: Fp8Kernels, name: str, op: Any, scaling: Scaling, *, backward: bool) -> QuantizedWeights:

@@ -27,7 +27,7 @@ from te_offload.fused import blackwell, parameters, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.grads import bias_grads, weight_grads, wide_scales
 from te_offload.fused.kernels.experts import TMA_BYTES
-from te_offload.fused.kernels.interface import Kernels, SquaredReLU
+from te_offload.fused.kernels.interface import Kernels, SquaredReLU, TileOrder
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
 from te_offload.ops import GroupedLinear, ScaledSReLU, ScaledTanhSReLU, row_check, te_adapter
@@ -389,9 +389,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             multiply: Callable[[Any, bool], None] = numbers.fc2_wgrad
         else:
             weights1, weights2 = _prepared(kernels, fc1, fc2)
-            dact_input, fc2_input, dscales, counts = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
-            count2, count1 = counts.unbind()
-            multiply = functools.partial(_multiply, kernels, dy, fc2_input, offsets2, count2)
+            dact_input, fc2_input, dscales, orders = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
+            multiply = functools.partial(_multiply, kernels, dy, fc2_input, offsets2, orders[0])
             del fc2_input
         ctx2.saved_tensors = act_input = None  # the session, or the allocator, may have its memory now
         grads2 = weight_grads("FC2", fc2, ctx3, kernels, dy, multiply)
@@ -410,7 +409,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             multiply = functools.partial(numbers.fc1_wgrad, x)
         else:
             kernels.fc1_dgrad(dact_input, weights1, offsets1, dx)
-            multiply = functools.partial(_multiply, kernels, dact_input, x, offsets1, count1)
+            multiply = functools.partial(_multiply, kernels, dact_input, x, offsets1, orders[1])
         grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply)
         dbias1, _ = bias_grads(fc1, kernels, dact_input, None, offsets1)
         params = [parameters.in_order(fc1, grads1, dbias1), [], parameters.in_order(fc2, grads2, dbias2)]
@@ -463,11 +462,11 @@ def _multiply(
     dy: torch.Tensor,
     x: torch.Tensor,
     offsets: torch.Tensor,
-    count: torch.Tensor,
+    order: TileOrder | None,
     out: Any,
     accumulate: bool,
 ) -> None:
-    kernels.wgrad(dy, x, offsets, out, accumulate=accumulate, count=count)
+    kernels.wgrad(dy, x, offsets, out, accumulate=accumulate, order=order)
 
 
 def _declare(op: torch.nn.Module, read: Any, ctx: te_adapter.OperationContext) -> None:

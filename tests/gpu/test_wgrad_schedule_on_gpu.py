@@ -1,4 +1,4 @@
-"""Weight gradients whose tiles are taken as clusters are done with others: only the time changes."""
+"""Weight gradients whose tiles are taken as clusters are done with others, busiest experts first: only time changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.interface import Orders, SquaredReLU, TileOrder
 from tests.support.mlp import seeded
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +34,14 @@ def offsets_of(sizes: list[int]) -> torch.Tensor:
     return torch.tensor([0, *sizes], device="cuda").cumsum(0).to(torch.int32)
 
 
+def orders_of(offsets: torch.Tensor) -> Orders:
+    """As the sums before the gradients write them."""
+    from te_offload.fused.kernels.sm90 import Sm90Kernels
+
+    orders: Orders = Sm90Kernels(SquaredReLU())._sums(torch.zeros(300, 3, device="cuda"), offsets)[1]
+    return orders
+
+
 def wgrads(
     sizes: list[int], dtype: torch.dtype, *, accumulate: bool, shape: tuple[int, int] = SHAPES["single tiles"]
 ) -> Callable[..., torch.Tensor]:
@@ -43,9 +51,9 @@ def wgrads(
     dy, x = [seeded((tokens, n), n, device="cuda", dtype=torch.bfloat16) for n in shape]
     before = seeded((len(sizes), *shape), 3, device="cuda", dtype=dtype)
 
-    def launch(offsets: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
+    def launch(offsets: torch.Tensor, order: TileOrder | None = None) -> torch.Tensor:
         out = before.clone() if accumulate else torch.full_like(before, float("nan"))
-        kernels.wgrad(dy, x, offsets, kernels.prepare("out", out), accumulate=accumulate, count=count)
+        kernels.wgrad(dy, x, offsets, kernels.prepare("out", out), accumulate=accumulate, order=order)
         return out
 
     return launch
@@ -73,10 +81,8 @@ def test_bits_are_those_of_tiles_that_are_given_out_from_the_start(
 
     monkeypatch.setattr(sm90, "tile_for", tile_for)
     launch = wgrads(sizes, dtype, accumulate=accumulate, shape=shape)
-    found = [launch(offsets) for _ in range(2)]
-    assert chosen[0].dynamic
+    found = [launch(offsets, order) for order in orders_of(offsets)]
     assert (chosen[0].cluster_rows == 2) == (shape == SHAPES["clusters of two"] and len(sizes) > 1)
-    monkeypatch.setattr(sm90, "tile_for", lambda *_: chosen[0]._replace(dynamic=False))
     other = launch(offsets)
     for one in found:
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
@@ -86,38 +92,42 @@ def test_bits_are_those_of_tiles_that_are_given_out_from_the_start(
 def test_two_gradients_at_once_count_their_own_tiles() -> None:
     launch, offsets = wgrads(SIZES["even"], torch.bfloat16, accumulate=False), offsets_of(SIZES["even"])
     alone = launch(offsets)
-    streams, counts = [torch.cuda.Stream() for _ in range(2)], torch.zeros(2, dtype=torch.int32, device="cuda").unbind()
+    streams, orders = [torch.cuda.Stream() for _ in range(2)], orders_of(offsets)
     torch.cuda.synchronize()
     found = []
-    for stream, count in zip(streams, counts, strict=True):
+    for stream, order in zip(streams, orders, strict=True):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(1_000_000)
-            found.append(launch(offsets, count))
+            found.append(launch(offsets, order))
     torch.cuda.synchronize()
     for one in found:
         assert torch.equal(one.view(torch.uint8), alone.view(torch.uint8))
 
 
-def test_sums_before_the_gradients_set_the_counts_to_zero() -> None:
+@pytest.mark.parametrize("sizes", [[300, 0, 5, 5, 0], [3] * 70, [number % 7 for number in range(300)], [5]], ids=len)
+def test_sums_before_the_gradients_order_experts_by_tokens_and_set_the_counts_to_zero(sizes: list[int]) -> None:
     from te_offload.fused.kernels.sm90 import Sm90Kernels
 
-    offsets = offsets_of([300, 0, 5])
-    parts = seeded((310, 3), 5, device="cuda", dtype=torch.float32)
-    sums, counts = parts.new_full((310,), float("nan")), torch.full((2,), 7, dtype=torch.int32, device="cuda")
-    Sm90Kernels(SquaredReLU())._rows("sums", torch.float32)(parts, offsets, sums, counts)
-    assert counts.tolist() == [0, 0]
-    assert torch.equal(sums[:305], parts[:305, 0] + parts[:305, 1] + parts[:305, 2])
-    assert not sums[305:].any()
+    offsets, tokens, experts = offsets_of(sizes), sum(sizes), len(sizes)
+    parts = seeded((tokens + 5, 3), 5, device="cuda", dtype=torch.float32)
+    sums = parts.new_full((tokens + 5,), float("nan"))
+    work = torch.full((experts + 2,), 7, dtype=torch.int32, device="cuda")
+    Sm90Kernels(SquaredReLU())._rows("sums", torch.float32)(parts, offsets, sums, work)
+    assert work[:experts].tolist() == sorted(range(experts), key=lambda expert: -sizes[expert])
+    assert work[experts:].tolist() == [0, 0]
+    assert torch.equal(sums[:tokens], parts[:tokens, 0] + parts[:tokens, 1] + parts[:tokens, 2])
+    assert not sums[tokens:].any()
 
 
 def test_a_graph_follows_new_split_sizes() -> None:
     sizes = [SIZES[name] for name in ("even", "one has half", "the last has all")]
     launch, offsets = wgrads(sizes[0], torch.bfloat16, accumulate=False), offsets_of(sizes[0])
     expected = [launch(offsets_of(one)) for one in sizes]
+    launch(offsets, orders_of(offsets)[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = launch(offsets)
+        out = launch(offsets, orders_of(offsets)[0])
     for one, right in zip(sizes, expected, strict=True):
         offsets.copy_(offsets_of(one))
         graph.replay()

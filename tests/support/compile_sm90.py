@@ -76,12 +76,12 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int) -> int
     for bias, bias_scales in ((None, None), (bias2, None), (bias2, scales)):
         kernels.fc2(fc2_input, of_fc2, bias, bias_scales, offsets, torch.empty_like(x))
     kernels.bias_grads(x, bias2, scales, offsets)
-    dact_input, fc2_input, *_ = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
-    kernels.wgrad(x, fc2_input, offsets, of_fc2, accumulate=False)
+    dact_input, fc2_input, _, orders = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
+    kernels.wgrad(x, fc2_input, offsets, of_fc2, accumulate=False, order=orders[0])
     kernels.fc1_dgrad(dact_input, of_fc1, offsets, torch.empty_like(x))
     main_grad = Experts(empty(EXPERTS, FFN, HIDDEN, dtype=torch.float32), table)
     for accumulate in (False, True):
-        kernels.wgrad(dact_input, x, offsets, main_grad, accumulate=accumulate)
+        kernels.wgrad(dact_input, x, offsets, main_grad, accumulate=accumulate, order=orders[1])
     return launches.count
 
 
@@ -111,7 +111,7 @@ def compile_fp8(activation: SquaredReLU, tokens: int) -> int:
     delayed = Scaling(torch.float8_e4m3fn, given=x.inverses, kept=x.inverses)
     if activation.clamp is None:  # else it is two passes
         kernels.fc1_given(x, of_fc1, None, scales, offsets, torch.bfloat16, delayed, x.inverses, fast=True)
-    kernels.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
+    *_, orders = kernels.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
     if activation.clamp is not None:
         return launches.count
     y, bias2 = empty(tokens, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, HIDDEN, dtype=torch.bfloat16)
@@ -121,7 +121,7 @@ def compile_fp8(activation: SquaredReLU, tokens: int) -> int:
     kernels.linear_fp8(rows(FFN, torch.float8_e5m2), of_fc1.columns, y, offsets, fast=False)
     for out_dtype, accumulate in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
         out = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=out_dtype), table)
-        kernels.wgrad_fp8(dy, hidden, offsets, out, accumulate=accumulate, fast=False)
+        kernels.wgrad_fp8(dy, hidden, offsets, out, accumulate=accumulate, fast=False, order=orders[0])
     return launches.count
 
 
@@ -156,7 +156,7 @@ def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
     act_input, hidden = kernels.fc1_blocks(
         rows(HIDDEN), of_fc1, None, router, (offsets, offsets), torch.bfloat16, scaling
     )
-    kernels.fc2_dgrad_blocks(rows(HIDDEN), of_fc2, act_input, router, offsets)
+    *_, orders = kernels.fc2_dgrad_blocks(rows(HIDDEN), of_fc2, act_input, router, offsets)
     if activation.clamp is not None:
         return launches.count
     y, bias = empty(tokens, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, HIDDEN, dtype=torch.bfloat16)
@@ -170,7 +170,7 @@ def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
         kernels.linear_blocks(hidden, of_fc2.rows, y, offsets, bias=bias, bias_scales=factors)
     for dtype, accumulate in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
         out = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=dtype), empty(EXPERTS, dtype=torch.int32))
-        kernels.wgrad_blocks(turned(HIDDEN), turned(FFN), offsets, out, accumulate=accumulate)
+        kernels.wgrad_blocks(turned(HIDDEN), turned(FFN), offsets, out, accumulate=accumulate, order=orders[0])
     return launches.count
 
 

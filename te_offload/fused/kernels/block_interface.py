@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from te_offload.fused.kernels.interface import Kernels
+from te_offload.fused.kernels.interface import Kernels, Orders, TileOrder
 from te_offload.ops.scaling import BlockScaling
 
 
@@ -119,10 +119,21 @@ class BlockKernels(Kernels, Protocol):
         act_input: torch.Tensor,
         router: torch.Tensor,
         offsets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient by act_input (T, F), and the gradient by the router's scales (T,) in float32."""
+    ) -> tuple[torch.Tensor, torch.Tensor, Orders]:
+        """The gradient by act_input (T, F), that by the router's scales (T,) in float32, and the orders of both wgrads that
+        follow.
+        """
 
     def wgrad_blocks(
-        self, dy: BlockNumbers, x: BlockNumbers, offsets: torch.Tensor, out: Any, *, accumulate: bool
+        self,
+        dy: BlockNumbers,
+        x: BlockNumbers,
+        offsets: torch.Tensor,
+        out: Any,
+        *,
+        accumulate: bool,
+        order: TileOrder | None = None,
     ) -> None:
-        """``out_i (+)= dy_i.T @ x_i``; zero for an expert without tokens. ``dy``, ``x``: columns."""
+        """``out_i (+)= dy_i.T @ x_i``; zero for an expert without tokens. ``dy``, ``x``: columns. ``order``: as
+        `Kernels.wgrad` takes it.
+        """

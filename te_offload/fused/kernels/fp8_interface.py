@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from te_offload.fused.kernels.interface import Kernels
+from te_offload.fused.kernels.interface import Kernels, Orders, TileOrder
 from te_offload.ops.scaling import Scaling
 
 
@@ -151,10 +151,22 @@ class Fp8Kernels(Kernels, Protocol):
         offsets: torch.Tensor,
         *,
         fast: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient by act_input (T, F), its magnitudes (T, parts), and the gradient by scales (T,) in float32."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
+        """The gradient by act_input (T, F), its magnitudes (T, parts), the gradient by scales (T,) in float32, and the
+        orders of both wgrads that follow.
+        """
 
     def wgrad_fp8(
-        self, dy: QuantizedRows, x: QuantizedRows, offsets: torch.Tensor, out: Any, *, accumulate: bool, fast: bool
+        self,
+        dy: QuantizedRows,
+        x: QuantizedRows,
+        offsets: torch.Tensor,
+        out: Any,
+        *,
+        accumulate: bool,
+        fast: bool,
+        order: TileOrder | None = None,
     ) -> None:
-        """``out_i (+)= dy_i.T @ x_i``; zero for an expert without tokens. ``dy``, ``x``: with columns."""
+        """``out_i (+)= dy_i.T @ x_i``; zero for an expert without tokens. ``dy``, ``x``: with columns. ``order``: as
+        `Kernels.wgrad` takes it.
+        """

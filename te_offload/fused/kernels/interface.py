@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -26,6 +26,20 @@ class SquaredReLU:
     clamp: float | None = None
 
 
+class TileOrder(NamedTuple):
+    """How clusters take the tiles of one weight gradient on a GPU: each its next one when it is done with one, of the
+    experts with most tokens first.
+
+    Attributes:
+        work: int32 (N + M,), the experts in that order, then M counts, which are zero.
+        place: in it, of the count for this gradient alone.
+    """
+
+    work: torch.Tensor
+    place: int
+
+
+Orders = tuple[TileOrder | None, TileOrder | None]  # of the wgrad of FC2, and of FC1
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -83,9 +97,9 @@ class Kernels(Protocol):
         act_input: torch.Tensor,
         scales: torch.Tensor,
         offsets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient by act_input (T, F), the rebuilt fc2_input (T, F), the gradient by scales (T,) in float32; and
-        int32 (2,), of which the wgrads of FC2 and of FC1 take one each as their ``count``.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
+        """The gradient by act_input (T, F), the rebuilt fc2_input (T, F), the gradient by scales (T,) in float32; and the
+        orders of both wgrads that follow.
         """
 
     def fc1_dgrad(self, dact_input: torch.Tensor, weights: Any, offsets: torch.Tensor, out: torch.Tensor) -> None:
@@ -99,13 +113,13 @@ class Kernels(Protocol):
         out: Any,
         *,
         accumulate: bool,
-        count: torch.Tensor | None = None,
+        order: TileOrder | None = None,
     ) -> None:
         """``out_i (+)= dy_i.T @ x_i``, (columns of dy, columns of x) each; zero for an expert without tokens.
 
         Args:
-            dy, x: with one row or more. out: from `prepare`. count: int32, zero, where the kernel may count its tiles, and
-                no other one; ``None``: a new one.
+            dy, x: with one row or more. out: from `prepare`.
+            order: used by no other launch; ``None``: clusters have their tiles from the start.
         """
 
     def bias_grads(

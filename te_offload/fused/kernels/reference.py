@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from te_offload.fused.kernels.interface import SquaredReLU, Tensors
+from te_offload.fused.kernels.interface import Orders, SquaredReLU, Tensors, TileOrder
 from te_offload.ops import arithmetic
 
 
@@ -73,7 +73,7 @@ class ReferenceKernels:
         act_input: torch.Tensor,
         scales: torch.Tensor,
         offsets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Kernels.fc2_dgrad`. The gradient by fc2_input is not rounded in between, as in the kernel."""
         wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
         dfc2_input = torch.empty(act_input.shape, dtype=wide, device=dy.device)
@@ -82,8 +82,7 @@ class ReferenceKernels:
         self.clear(offsets, dfc2_input)
         dact_input, dscales = self._dactivate(dfc2_input, act_input.to(wide), scales.to(wide))
         self.clear(offsets, dscales[:, None])
-        counts = torch.zeros(2, dtype=torch.int32, device=dy.device)  # which no wgrad here needs
-        return dact_input.to(dy.dtype), self._activate(act_input, scales), dscales, counts
+        return dact_input.to(dy.dtype), self._activate(act_input, scales), dscales, (None, None)
 
     def _dactivate(
         self, grad: torch.Tensor, x: torch.Tensor, scales: torch.Tensor
@@ -116,7 +115,7 @@ class ReferenceKernels:
         out: Sequence[torch.Tensor],
         *,
         accumulate: bool,
-        count: torch.Tensor | None = None,
+        order: TileOrder | None = None,
     ) -> None:
         """See `Kernels.wgrad`."""
         arithmetic.grouped_wgrad(_rows(x, offsets), _rows(dy, offsets), list(out), accumulate=accumulate)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights, Parts
+from te_offload.fused.kernels.interface import Orders, TileOrder
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.reference_formats import Format, make_format
 from te_offload.ops.scaling import BlockScaling
@@ -95,13 +96,13 @@ class ReferenceBlockKernels(ReferenceKernels):
         act_input: torch.Tensor,
         router: torch.Tensor,
         offsets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Orders]:
         """See `BlockKernels.fc2_dgrad_blocks`. The gradient by fc2_input is not rounded in between, as in the kernel."""
         dfc2_input = torch.zeros(act_input.shape, device=act_input.device)
         self.linear_blocks(dy, weights.columns, dfc2_input, offsets)
         dact_input, dscales = self._dactivate(dfc2_input, act_input.float(), router)
         self.clear(offsets, dscales[:, None])
-        return dact_input.to(act_input.dtype), dscales
+        return dact_input.to(act_input.dtype), dscales, (None, None)
 
     def wgrad_blocks(
         self,
@@ -111,6 +112,7 @@ class ReferenceBlockKernels(ReferenceKernels):
         out: Sequence[torch.Tensor],
         *,
         accumulate: bool,
+        order: TileOrder | None = None,
     ) -> None:
         """See `BlockKernels.wgrad_blocks`."""
         parts = zip(_dense(dy, offsets, by_column=True), _dense(x, offsets, by_column=True), out, strict=True)

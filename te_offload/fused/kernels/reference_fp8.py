@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
+from te_offload.fused.kernels.interface import Orders, TileOrder
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.ops.scaling import Scaling
 
@@ -146,14 +147,14 @@ class ReferenceFp8Kernels(ReferenceKernels):
         offsets: torch.Tensor,
         *,
         fast: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Fp8Kernels.fc2_dgrad_fp8`. The gradient by fc2_input is not rounded in between, as in the kernel."""
         dfc2_input = torch.zeros(act_input.shape, device=act_input.device)
         self.linear_fp8(dy, weights.columns, dfc2_input, offsets, fast=fast)
         dact_input, dscales = self._dactivate(dfc2_input, act_input.float(), scales)
         self.clear(offsets, dscales[:, None])
         found = dact_input.to(act_input.dtype)
-        return found, found.abs().amax(1, keepdim=True).float(), dscales
+        return found, found.abs().amax(1, keepdim=True).float(), dscales, (None, None)
 
     def wgrad_fp8(
         self,
@@ -164,6 +165,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
         *,
         accumulate: bool,
         fast: bool,
+        order: TileOrder | None = None,
     ) -> None:
         """See `Fp8Kernels.wgrad_fp8`."""
         assert dy.columns is not None and x.columns is not None

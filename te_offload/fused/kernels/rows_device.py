@@ -1,4 +1,5 @@
-"""Small kernels over rows, in CuTe DSL: offsets of the experts' rows, sums of router-scale gradients, rows of no expert.
+"""Small kernels over rows, in CuTe DSL: offsets of the experts' rows, sums of router-scale gradients with the order of
+experts by rows, rows of no expert.
 
 In: nothing when imported. Out: kernel classes, which `sm90_compile` compiles. Keeps true: no number reaches the host; sums
 are taken in one order. Does not: need Hopper; or launch. Needs nvidia-cutlass-dsl.
@@ -89,24 +90,39 @@ class ClearRows:
 
 class RowSums:
     """``sums[i]`` of each row of ``parts`` (T, columns) in float32, from left to right; zero from row ``offsets[N]`` on.
-    And zero in ``counts`` (M,), int32, M at most 256: it runs before kernels that count their tiles.
+    And ``work`` (N + M,), int32, for weight gradients: the experts, those with most rows first, then zero, M at most 256.
     """
 
     @cute.jit  # type: ignore[untyped-decorator]
     def __call__(
-        self, parts: cute.Tensor, offsets: cute.Tensor, sums: cute.Tensor, counts: cute.Tensor, stream: cuda.CUstream
+        self, parts: cute.Tensor, offsets: cute.Tensor, sums: cute.Tensor, work: cute.Tensor, stream: cuda.CUstream
     ) -> None:
         """Launch."""
         blocks = cute.ceil_div(parts.shape[0], _THREADS)
-        self.kernel(parts, offsets, sums, counts).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+        self.kernel(parts, offsets, sums, work).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel  # type: ignore[untyped-decorator]
-    def kernel(self, parts: cute.Tensor, offsets: cute.Tensor, sums: cute.Tensor, counts: cute.Tensor) -> None:
-        """A thread for each row."""
+    def kernel(self, parts: cute.Tensor, offsets: cute.Tensor, sums: cute.Tensor, work: cute.Tensor) -> None:
+        """A thread for each row, and a warp for each expert, which counts those before it."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        if (block == 0) & (thread < counts.shape[0]):
-            counts[thread] = Int32(0)
+        blocks, _, _ = cute.arch.grid_dim()
+        lane = cute.arch.lane_idx()
+        experts = Int32(offsets.shape[0]) - 1
+        if (block == 0) & (thread < Int32(work.shape[0]) - experts):
+            work[experts + thread] = Int32(0)
+        first = block * (_THREADS // _WARP) + cute.arch.warp_idx()
+        for expert in cutlass.range(first, experts, blocks * (_THREADS // _WARP)):
+            rows = offsets[expert + 1] - offsets[expert]
+            before = Int32(0)
+            for begin in cutlass.range(0, experts, _WARP):
+                other = begin + lane
+                if other < experts:
+                    of_other = offsets[other + 1] - offsets[other]
+                    before += Int32((of_other > rows) | ((of_other == rows) & (other < expert)))
+            before = cute.arch.warp_reduction_sum(before)
+            if lane == 0:
+                work[before] = expert
         row = block * _THREADS + thread
         if row < parts.shape[0]:
             total = Float32(0.0)

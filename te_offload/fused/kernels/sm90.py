@@ -20,7 +20,7 @@ from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
 from te_offload.fused.kernels import sm90_compile, sm90_device
 from te_offload.fused.kernels.experts import Experts, ExpertsCache
-from te_offload.fused.kernels.interface import SquaredReLU, Tensors
+from te_offload.fused.kernels.interface import Orders, SquaredReLU, Tensors, TileOrder
 from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile
 
@@ -64,10 +64,10 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
         (Tile(128, 160, pingpong=True), 1.1),
     ),
     ("wgrad", Regime.USUAL): (
-        (Tile(128, 192, 1, 1, pingpong=True, dynamic=True), 1.0),
-        (Tile(128, 160, pingpong=True, dynamic=True), 1.05),
+        (Tile(128, 192, 1, 1, pingpong=True), 1.0),
+        (Tile(128, 160, pingpong=True), 1.05),
     ),
-    ("wgrad", Regime.MANY): ((Tile(128, 192, 1, 1, pingpong=True, dynamic=True), 1.0),),
+    ("wgrad", Regime.MANY): ((Tile(128, 192, 1, 1, pingpong=True), 1.0),),
 }
 _WGRADS = 2  # of FC2 and of FC1
 _NARROW = 8  # columns; the fewest that TMA takes
@@ -175,7 +175,7 @@ class Sm90Kernels:
         act_input: torch.Tensor,
         scales: torch.Tensor,
         offsets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Kernels.fc2_dgrad`."""
         tile = _tile("dact", weights, act_input)
         dact_input, fc2_input = torch.empty_like(act_input), torch.empty_like(act_input)
@@ -187,13 +187,14 @@ class Sm90Kernels:
         self._launch(kernel, tile, dy, weights.view, dact_input, act_input, values, offsets, transposed=True)
         return dact_input, fc2_input, *self._sums(parts, offsets)
 
-    def _sums(self, parts: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row of parts; and counts of tiles, of which each wgrad takes one."""
+    def _sums(self, parts: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, Orders]:
+        """Of each row of parts; and the orders of the wgrads that follow, if there is a row."""
         sums = torch.empty(parts.shape[0], dtype=torch.float32, device=parts.device)
-        counts = torch.empty(_WGRADS, dtype=torch.int32, device=parts.device)
+        experts = offsets.shape[0] - 1
+        work = torch.empty(experts + _WGRADS, dtype=torch.int32, device=parts.device)
         if parts.shape[0]:
-            self._rows("sums", torch.float32)(parts, offsets, sums, counts)
-        return sums, counts
+            self._rows("sums", torch.float32)(parts, offsets, sums, work)
+        return sums, (TileOrder(work, experts), TileOrder(work, experts + 1))
 
     def fc1_dgrad(self, dact_input: torch.Tensor, weights: Experts, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.fc1_dgrad`."""
@@ -210,14 +211,14 @@ class Sm90Kernels:
         out: Experts,
         *,
         accumulate: bool,
-        count: torch.Tensor | None = None,
+        order: TileOrder | None = None,
     ) -> None:
         """See `Kernels.wgrad`. To accumulate, TMA adds each tile to what is there, once: bits depend on no order."""
         grads = out.view
         tile = tile_for("wgrad", Regime.of(x.shape[0], out.table.shape[0]), *grads.shape[1:])
         kernel = sm90_device.AddingWgradGemm if accumulate else sm90_device.WgradGemm
         values = {sm90_device.TABLE: out.table}
-        self._launch_wgrad(kernel, tile, dy.mT, x.mT, grads, values, offsets, count)
+        self._launch_wgrad(kernel, tile, dy.mT, x.mT, grads, values, offsets, order)
 
     def _launch_wgrad(
         self,
@@ -228,10 +229,11 @@ class Sm90Kernels:
         grads: torch.Tensor,
         values: dict[str, torch.Tensor],
         offsets: torch.Tensor,
-        count: torch.Tensor | None = None,
+        order: TileOrder | None = None,
     ) -> None:
         """``grads_i (+)= a_i @ b_i.T``, compiled when first needed. a (rows, T), b (columns, T); offsets: along T."""
-        key = kernel, tile, a.dtype, b.dtype, grads.dtype
+        ordered = order is not None
+        key = kernel, tile, ordered, a.dtype, b.dtype, grads.dtype
         found = self._functions.get(key)
         if found is None:
             cluster = tile.cluster_rows, tile.cluster_columns
@@ -243,14 +245,15 @@ class Sm90Kernels:
                     (tile.rows, tile.columns),
                     cluster,
                     pingpong=tile.pingpong,
-                    dynamic=tile.dynamic,
+                    ordered=ordered,
                 )
             clusters = get_max_active_clusters(cluster[0] * cluster[1])
             found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)
         function, schedule = found
-        if tile.dynamic:
-            count = torch.zeros(1, dtype=torch.int32, device=a.device) if count is None else count
-            schedule = schedule._replace(tile_count_semaphore=count.data_ptr())
+        if order is not None:
+            work, place = order
+            count = work.data_ptr() + work.itemsize * place
+            schedule = schedule._replace(tile_count_semaphore=count, batch_idx_permute=work)
         arguments, varlen = kernel.EpilogueArguments(**values), make_varlen_args(None, offsets, None)
         function(a, b, grads, None, arguments, schedule, varlen, None, None)
 

@@ -16,7 +16,7 @@ import torch
 from te_offload.fused.kernels import blocks, fp8, sm90_block_device, sm90_device
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights, Parts
 from te_offload.fused.kernels.experts import Experts
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.interface import Orders, SquaredReLU, TileOrder
 from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.ops.scaling import BlockScaling
@@ -129,7 +129,7 @@ class Sm90BlockKernels(Sm90Kernels):
         act_input: torch.Tensor,
         router: torch.Tensor,
         offsets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Orders]:
         """See `BlockKernels.fc2_dgrad_blocks`."""
         dact_input = torch.empty_like(act_input)
         parts = torch.empty(
@@ -138,18 +138,24 @@ class Sm90BlockKernels(Sm90Kernels):
         tanh = "" if self._activation.clamp is None else "Tanh"
         values = {"scale": router, "dscale": parts, **self._numbers()}
         self._multiply(f"BlockD{tanh}SReLUGemm", dy, weights.columns, dact_input, act_input, values, offsets)
-        dscales, _ = self._sums(parts, offsets)
-        return dact_input, dscales
+        return dact_input, *self._sums(parts, offsets)
 
     def wgrad_blocks(
-        self, dy: BlockNumbers, x: BlockNumbers, offsets: torch.Tensor, out: Experts, *, accumulate: bool
+        self,
+        dy: BlockNumbers,
+        x: BlockNumbers,
+        offsets: torch.Tensor,
+        out: Experts,
+        *,
+        accumulate: bool,
+        order: TileOrder | None = None,
     ) -> None:
         """See `BlockKernels.wgrad_blocks`."""
         kernel = getattr(sm90_block_device, f"{'Adding' if accumulate else ''}BlockWgradGemm")
         padded = fp8.padded_offsets(offsets)
         values = {sm90_device.TABLE: out.table, "starts": padded, "a_scales": dy.scales, "b_scales": x.scales}
         one, other = dy.numbers.view(_E4M3), x.numbers.view(_E4M3)
-        self._launch_wgrad(kernel, _WGRAD, one, other, out.view, values, padded)
+        self._launch_wgrad(kernel, _WGRAD, one, other, out.view, values, padded, order)
 
     def _multiply(
         self,

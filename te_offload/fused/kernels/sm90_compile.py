@@ -54,12 +54,12 @@ def compiled_wgrad(
     cluster: tuple[int, int],
     *,
     pingpong: bool,
-    dynamic: bool,
+    ordered: bool,
 ) -> Any:
     """The wgrad kernel ``name`` of `sm90_device`, or of `sm90_fp8_device` or `sm90_block_device` for operands of 8 bits.
 
     Args:
-        dtypes: of A and B. dynamic: the scheduler's arguments have a counter of tiles.
+        dtypes: of A and B. ordered: the scheduler's arguments have a counter of tiles and an order of experts.
 
     Returns:
         A function of A (rows, T) and B (columns, T), each with stride 1 along its first dimension, or along its second one
@@ -68,7 +68,7 @@ def compiled_wgrad(
     """
     a, b = [torch2cute_dtype_map[dtype] for dtype in dtypes]
     out = torch2cute_dtype_map[out_dtype]
-    return _compile_expert_wgrad(name, a, b, out, tile, cluster, pingpong, dynamic, source_key())
+    return _compile_expert_wgrad(name, a, b, out, tile, cluster, pingpong, ordered, source_key())
 
 
 @jit_cache  # type: ignore[untyped-decorator]
@@ -80,7 +80,7 @@ def _compile_expert_wgrad(
     tile: Any,
     cluster: Any,
     pingpong: bool,
-    dynamic: bool,
+    ordered: bool,
     _source: str,
 ) -> Any:
     is_fp8 = a_dtype.width == 8
@@ -88,7 +88,7 @@ def _compile_expert_wgrad(
     module: Any = sm90_block_device if by_block else sm90_fp8_device if is_fp8 else sm90_device
     kernel = getattr(module, name)
     majors = ("k", "k") if is_fp8 else ("m", "n")
-    a, b, d, c, _, columns, k, experts = make_fake_gemm_tensors(
+    a, b, d, c, _, columns, k, _ = make_fake_gemm_tensors(
         a_dtype, b_dtype, out_dtype, None, *majors, "n", None, varlen_k=True
     )
     values = {sm90_device.TABLE: make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)}
@@ -104,14 +104,14 @@ def _compile_expert_wgrad(
         pingpong,
         True,  # persistent
         False,  # A is not gathered
-        dynamic,
+        ordered,  # taken one by one
         CAPABILITY,
         a,
         b,
         d,
         c,
         kernel.EpilogueArguments(**values),
-        make_fake_scheduler_args(dynamic, False, experts),
+        make_fake_scheduler_args(ordered, ordered, cute.sym_int()),
         make_fake_varlen_args(False, True, False, k),
     )
 

@@ -15,6 +15,7 @@ import torch
 from te_offload.fused.kernels import fp8, sm90_device, sm90_fp8_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
+from te_offload.fused.kernels.interface import Orders, TileOrder
 from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.ops.scaling import Scaling
@@ -183,7 +184,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         offsets: torch.Tensor,
         *,
         fast: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Fp8Kernels.fc2_dgrad_fp8`."""
         assert dy.rows is not None and dy.factors is not None
         tile = FAST if fast else SPLIT
@@ -193,8 +194,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         tanh = "" if self._activation.clamp is None else "Tanh"
         name = f"{_way(fast)}D{tanh}SReLUGemm"
         self._multiply(name, tile, dy.rows, weights.columns, dact_input, act_input, values, offsets)
-        dscales, _ = self._sums(parts, offsets)
-        return dact_input, magnitudes, dscales
+        return dact_input, magnitudes, *self._sums(parts, offsets)
 
     def wgrad_fp8(
         self,
@@ -205,6 +205,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         *,
         accumulate: bool,
         fast: bool,
+        order: TileOrder | None = None,
     ) -> None:
         """See `Fp8Kernels.wgrad_fp8`."""
         assert dy.columns is not None and x.columns is not None
@@ -212,7 +213,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         factors = fp8.factors_of(dy.inverses, x.inverses, x.columns.shape[0])
         values = {sm90_device.TABLE: out.table, "factor": factors}
         tile = FAST if fast else SPLIT_WGRAD
-        self._launch_wgrad(kernel, tile, dy.columns, x.columns, out.view, values, fp8.padded_offsets(offsets))
+        self._launch_wgrad(kernel, tile, dy.columns, x.columns, out.view, values, fp8.padded_offsets(offsets), order)
 
     def _multiply(
         self,

@@ -19,16 +19,13 @@ SWIZZLE = 8  # tiles side by side that are computed one after the other, for the
 
 
 class Tile(NamedTuple):
-    """How a GEMM is cut: rows and columns of a tile, tiles of a cluster each way, whether two warp groups take turns; and
-    whether a cluster takes its next tile when it is done with one (weight gradients alone), or has them from the start.
-    """
+    """How a GEMM is cut: rows and columns of a tile, tiles of a cluster each way, whether two warp groups take turns."""
 
     rows: int
     columns: int
     cluster_rows: int = 2
     cluster_columns: int = 1
     pingpong: bool = False
-    dynamic: bool = False
 
     def parts(self, columns: int) -> int:
         """Tiles side by side that cover so many columns."""
