@@ -9,7 +9,8 @@ finds the GPU idle, which an eager row of few calls shows; with many calls in a 
 sustained clock. `graph` is the same forward and backward captured and replayed. `host` is what a forward takes the host, by
 its own clock, with the GPU idle before it. `bare kernels` are the launches of the fused op without autograd and Transformer
 Engine around them. `QuACK's GEMMs` are the same six products with QuACK's own host code, on packed weights, with our tiles
-(all given out from the start) and without any activation: the floor.
+(all given out from the start) and without any activation: the floor. With `--skew` one expert takes half of the tokens and
+a quarter of the experts nothing; our ops and Transformer Engine's with even routing are measured beside that.
 Transformer Engine runs in the best way that the loaded cuBLAS gives it; run it with the newest one too. With a recipe the
 ways are those of `benchmarks.fp8_mlp`.
 """
@@ -76,16 +77,18 @@ class Case:
         self.scales = torch.rand(tokens, device="cuda").requires_grad_()
         self.dy = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         self.sizes = torch.tensor(split(experts, tokens, skew=skew), device="cuda")
+        self.even = torch.tensor(split(experts, tokens, skew=None), device="cuda") if skew else None
         self._packed = [weights.requires_grad_() for weights in packed]
         self._kernels = sm90.Sm90Kernels(SquaredReLU())
 
-    def forward_of(self, module: torch.nn.Module) -> Step:
-        """A forward with what autograd needs."""
-        return lambda: module(self.x, self.sizes, self.scales, self.sizes)
+    def forward_of(self, module: torch.nn.Module, sizes: torch.Tensor | None = None) -> Step:
+        """A forward with what autograd needs; ``sizes``: other ones than the case's."""
+        sizes = self.sizes if sizes is None else sizes
+        return lambda: module(self.x, sizes, self.scales, sizes)
 
-    def step_of(self, module: torch.nn.Module) -> Step:
+    def step_of(self, module: torch.nn.Module, sizes: torch.Tensor | None = None) -> Step:
         """A forward and backward."""
-        forward = self.forward_of(module)
+        forward = self.forward_of(module, sizes)
         forward()  # which makes grouped weights
         wanted = [self.x, self.scales, *module.parameters()]
         return lambda: torch.autograd.grad(forward(), wanted, self.dy)
@@ -226,10 +229,13 @@ def captured(step: Step) -> Step:
 
 def dense_ways(case: Case) -> dict[str, dict[str, Step]]:
     """In bf16."""
-    quack_step = case.quack()
-    return {
-        "te_offload, fused": {"forward": case.forward_of(case.fused), "step": case.step_of(case.fused)},
-        "Transformer Engine": {"forward": case.forward_of(case.plain), "step": case.step_of(case.plain)},
+    quack_step, ways = case.quack(), {}
+    for name, module in (("te_offload, fused", case.fused), ("Transformer Engine", case.plain)):
+        ways[name] = {"forward": case.forward_of(module), "step": case.step_of(module)}
+        if case.even is not None:
+            even = {"forward": case.forward_of(module, case.even), "step": case.step_of(module, case.even)}
+            ways[f"{name}, even routing"] = even
+    return ways | {
         "torch._grouped_mm, packed weights": {"forward": case.grouped_mm_forward, "step": case.grouped_mm_step},
         "bare kernels of te_offload": {"forward": case.bare_forward, "step": case.bare},
         "QuACK's GEMMs alone, packed weights": {"forward": case.quack_forward, "step": quack_step},

@@ -40,13 +40,16 @@ class Rules:
         enabled: whether it offloads at all; if not it only records.
         min_bytes: a slot with fewer bytes stays.
         plan: which slots go; ``None``: all that may.
-        together: slots of fewer bytes than this go together with others of their forward.
+        together: slots of fewer bytes than this go together with others of their forward: copies of more take so long that
+            what the host needs to queue one by itself does not count.
+        most_together: bytes that go as one, at most.
     """
 
     enabled: bool
     min_bytes: int
     plan: Plan | None = None
-    together: int = 8 << 20
+    together: int = 32 << 20
+    most_together: int = 64 << 20
 
 
 class Load:
@@ -225,7 +228,7 @@ def decide(
             _keep_shared_memory(loads, owned, staying)
             going = _divide([load for load in loads if load.entry.fate is _GOES], device)
         else:
-            going = _together(going, rules.together, device)
+            going = _together(going, rules, device)
             for load in going:
                 load.make_cargo(device)
         refused = _lease(going, pool)
@@ -346,27 +349,51 @@ def _keep_shared_memory(loads: list[Load], owned: frozenset[int], staying: set[i
                 staying |= load.storages
 
 
-def _together(loads: list[Load], below: int, device: torch.device) -> list[Load]:
-    """Let small slots that go and share no memory go as one: one lease, one copy each way, and one wait."""
-    small = [load for load in loads if load.entry.nbytes < below]
-    if len(small) < 2:
-        return loads
-    first = Load(small[0].entry, [handle for load in small for handle in load.handles])
-    first.others = small[1:]
+def _together(loads: list[Load], rules: Rules, device: torch.device) -> list[Load]:
+    """Let small slots that go and share no memory go as one: one lease, one copy each way, and one wait. Still in the order
+    in which they were saved, of several the last one.
+    """
+    found: dict[int, Load] = {}
+    group: list[Load] = []
+    nbytes = last = 0
+    for number, load in enumerate(loads):
+        size = load.entry.nbytes
+        if size >= rules.together:
+            found[number] = load
+            continue
+        if nbytes + size > rules.most_together:
+            found[last] = _as_one(group, device)
+            group, nbytes = [], 0
+        group.append(load)
+        nbytes += size
+        last = number
+    if len(group) == len(loads):
+        return [_as_one(group, device)]
+    if group:
+        found[last] = _as_one(group, device)
+    return [found[number] for number in sorted(found)]
+
+
+def _as_one(loads: list[Load], device: torch.device) -> Load:
+    """Slots that share no memory, as the first of them."""
+    if len(loads) == 1:
+        return loads[0]
+    first = Load(loads[0].entry, [handle for load in loads for handle in load.handles])
+    first.others = loads[1:]
     across = device.type == "cuda"
-    if False not in [load.contiguous for load in small]:
-        begins, lengths = [tensor.data_ptr() for tensor in first.tensors], [load.entry.nbytes for load in small]
+    if False not in [load.contiguous for load in loads]:
+        begins, lengths = [tensor.data_ptr() for tensor in first.tensors], [load.entry.nbytes for load in loads]
         if 0 not in lengths and not any(map(ALIGNMENT.__rmod__, begins)):
             first.runs, first.contiguous = lone_runs(begins, lengths, across_storages=across), True
-            return [first, *(load for load in loads if load.entry.nbytes >= below)]
+            return first
     base = 0
-    for load in small:
+    for load in loads:
         load.measure(device)
         first.strips += load.strips
         first.bases += [base] * len(load.strips)
         base += len(load.tensors)
     first.runs = find_runs(first.strips, across_storages=across)
-    return [first, *(load for load in loads if load.entry.nbytes >= below)]
+    return first
 
 
 def _divide(loads: list[Load], device: torch.device) -> list[Load]:

@@ -65,7 +65,8 @@ class LayerVisit(SlotObserver):
 
     Attributes:
         key: layer and forward. mover: who copies. number: of this forward among those of the step.
-        cargos: what left the device, in order. read: whether the backward has read of it. aborted: whether it raised.
+        cargos: what left the device, in the order in which it was saved. read: whether the backward has read of it.
+        aborted: whether it raised.
         keep: why all of this forward stays on the device, if it does; it is recorded all the same.
         began, ended, needed: marks of the forward (if that is timed; its end also where a slot has no mark of its own), and
             of the first read; none where it is left alone.
@@ -329,13 +330,18 @@ class LayerVisit(SlotObserver):
             )
             for load in staying:
                 self._keep(load, mover)
-            for number, load in enumerate(going):
+            early = [load for load in going if load.entry.ready and not load.others] if len(going) > 1 else []
+            order = early + [load for load in going if load not in early] if early else going
+            for number, load in enumerate(order):
                 try:
                     self._send(load, mover)
                 except BaseException:  # a copy that was refused: no later one is tried
-                    for rest in going[number:]:
+                    for rest in order[number:]:
                         rest.stay(Reason.REFUSED)
                     raise
+            if early:  # they come back in the order in which they were saved
+                sent = self.cargos
+                self.cargos = [load.cargo for load in going if load.cargo in sent]
             mover.note(f"{self.layer} saved")
         self._forget()
         before = len(mover.counts.throttles)

@@ -116,15 +116,16 @@ def test_kernels_agree_with_torch_arithmetic(
         hidden = kernels.quantize(act_input, offsets, exact, weights=w2.inverses, magnitudes=magnitudes, router=at[2])
         kernels.linear_fp8(hidden, w2.rows, y, offsets, fast=fast)
         grads = kernels.quantize(at[1], offsets, scaling, weights=w2.inverses, by_column=True)
-        dact, _, dscales = kernels.fc2_dgrad_fp8(grads, w2, act_input, at[2], offsets, fast=fast)
+        dact, _, dscales, orders = kernels.fc2_dgrad_fp8(grads, w2, act_input, at[2], offsets, fast=fast)
         rebuilt = kernels.rebuild(act_input, at[2], hidden, offsets, torch.float8_e4m3fn)
         found |= {"y": y, "dact": dact[: sum(splits)], "dscales": dscales}
         for out_dtype in (torch.bfloat16, torch.float32):
             out = torch.ones(4, HIDDEN, FFN, dtype=out_dtype, device=device)
-            for accumulate in (False, True):
-                kernels.wgrad_fp8(
-                    grads, rebuilt, offsets, kernels.prepare("out", out), accumulate=accumulate, fast=fast
-                )
+            for accumulate, order in zip((False, True), orders, strict=True):
+                ways: dict[str, Any] = {"accumulate": accumulate, "fast": fast}
+                if out_dtype is torch.bfloat16:
+                    ways["order"] = order
+                kernels.wgrad_fp8(grads, rebuilt, offsets, kernels.prepare("out", out), **ways)
             found[f"dw2 {out_dtype}"] = out
         kernels.linear_fp8(
             kernels.quantize(dact, offsets, scaling, weights=w1.inverses), w1.columns, dx, offsets, fast=fast

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from te_offload import Fate, OffloadSession, Outcome, Reason
 from te_offload.offload import engine as engine_module
+from te_offload.offload.cargo import Cargo
 from te_offload.offload.decide import Rules
+from te_offload.offload.mover import Mover
+from te_offload.offload.states import SlotState
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.late_copies import LateTransfer
 from tests.support.mlp import assert_same_bits, run
@@ -22,14 +28,14 @@ class Counting(LateTransfer):
         return super()._start(*arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("together", "copies"), [(8 << 20, 4), (0, 12)])
-def test_slots_below_the_bound_share_one_copy_and_large_ones_have_their_own(
-    monkeypatch: pytest.MonkeyPatch, together: int, copies: int
+@pytest.mark.parametrize(("together", "most", "copies"), [(8 << 20, 8 << 20, 1), (8 << 20, 2000, 2), (0, 8 << 20, 3)])
+def test_slots_below_the_bound_share_copies_of_so_many_bytes_and_large_ones_have_their_own(
+    monkeypatch: pytest.MonkeyPatch, together: int, most: int, copies: int
 ) -> None:
     from te_offload.offload import session as session_module
 
     monkeypatch.setattr(engine_module, "make_transfer", lambda *_: Counting(seed=0))
-    monkeypatch.setattr(session_module, "Rules", lambda **rest: Rules(together=together, **rest))
+    monkeypatch.setattr(session_module, "Rules", lambda **rest: Rules(together=together, most_together=most, **rest))
     Counting.calls = 0
     model = Stack(4)
     expected = run(Stack(4), SPLITS)
@@ -39,11 +45,41 @@ def test_slots_below_the_bound_share_one_copy_and_large_ones_have_their_own(
     assert_same_bits(expected, found)
     record = session.records[-1]
     back = {row.layer for row in record.slots if row.outcome in (Outcome.HIT, Outcome.LATE)}
-    assert x_out == 0 and Counting.calls == copies + len(back) * (1 if together else 3)
+    assert x_out == 0 and Counting.calls == copies * (4 + len(back))
     rows = [row for row in record.slots if row.op]
     assert len(rows) == 12 and all(row.fate is Fate.OFFLOADED for row in rows)
     assert sum(row.bytes_out for row in rows) == record.bytes_out
     assert all(row.bytes_out >= row.nbytes for row in rows)
+
+
+def test_slots_with_a_mark_of_their_own_leave_first_and_all_come_back_in_the_order_in_which_they_were_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from te_offload.offload import session as session_module
+
+    copied: dict[str, list[str]] = {"send_out": [], "start_back": []}
+
+    def noting(name: str) -> Callable[..., None]:
+        real = getattr(Mover, name)
+
+        def note(mover: Mover, cargo: Cargo, *others: Any) -> None:
+            if cargo.state in (SlotState.SAVED, SlotState.ON_HOST):
+                copied[name].append(cargo.name.rpartition(".")[2])
+            real(mover, cargo, *others)
+
+        return note
+
+    for name in copied:
+        monkeypatch.setattr(Mover, name, noting(name))
+    monkeypatch.setattr(session_module, "Rules", lambda **rest: Rules(together=2000, most_together=1300, **rest))
+    model = Stack(1)
+    expected = run(Stack(1), SPLITS)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0) as session, session.step():
+        found = run(model, SPLITS)
+    assert_same_bits(expected, found)
+    assert session.records[-1].bytes_back == session.records[-1].bytes_out > 0
+    assert copied["send_out"] == ["fc1_input", "fc2_input", "act_input"]  # one small tensor has no mark of its own
+    assert copied["start_back"] == ["fc2_input", "act_input", "fc1_input"]
 
 
 def test_slot_that_finds_no_room_leaves_the_others_of_its_forward_theirs() -> None:
