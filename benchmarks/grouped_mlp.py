@@ -3,14 +3,15 @@
     ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew last|first] [--rounds 20]
                                  [--calls 4] [--json FILE] [--single-grouped-weight] [--recipe fp8|fp8-delayed|fp8-block]
 
-All ways run in one process with the same weights and inputs, interleaved, forwards and backwards through the list by turns;
-each number is the median over the rounds of a few calls in a row (`--calls`), by events on the GPU. The first call of a row
-finds the GPU idle, which an eager row of few calls shows; with many calls in a row the GPU has no rest, and runs at its
-sustained clock. `graph` is the same forward and backward captured and replayed. `host` is what a forward takes the host, by
-its own clock, with the GPU idle before it. `bare kernels` are the launches of the fused op without autograd and Transformer
-Engine around them. `QuACK's GEMMs` are the same six products with QuACK's own host code, on packed weights, with our tiles
-(all given out from the start) and without any activation: the floor. With `--skew` one expert takes half of the tokens and
-a quarter of the experts nothing; our ops and Transformer Engine's with even routing are measured beside that.
+All ways run in one process with the same weights and inputs, interleaved, column by column, shuffled anew each time: what
+runs before a way decides the card's clock, and an eager way that waits for the host lets it rest. Each number is the median
+over the rounds of a few calls in a row (`--calls`), by events on the GPU. The first call of a row finds the GPU idle, which
+an eager row of few calls shows; with many calls in a row the GPU has no rest, and runs at its sustained clock. `graph` is
+the same forward and backward captured and replayed. `host` is what a forward takes the host, by its own clock, with the GPU
+idle before it. `bare kernels` are the launches of the fused op without autograd and Transformer Engine around them.
+`QuACK's GEMMs` are the same six products with QuACK's own host code, on packed weights, with our tiles (all given out from
+the start) and without any activation: the floor. With `--skew` one expert takes half of the tokens and a quarter of the
+experts nothing; our ops and Transformer Engine's with even routing are measured beside that.
 Transformer Engine runs in the best way that the loaded cuBLAS gives it; run it with the newest one too. With a recipe the
 ways are those of `benchmarks.fp8_mlp`.
 """
@@ -21,6 +22,7 @@ import argparse
 import functools
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -40,6 +42,8 @@ from te_offload.ops import te_adapter
 from te_offload.units import format_bytes
 
 CALLS = 4
+HOST = "host"
+KINDS = ("forward", "forward graph", "step", "graph", HOST)  # the columns
 Step = Callable[[], Any]
 
 
@@ -242,6 +246,22 @@ def dense_ways(case: Case) -> dict[str, dict[str, Step]]:
     }
 
 
+def measure(ways: dict[str, dict[str, Step]], rounds: int, calls: int) -> dict[tuple[str, str], float]:
+    """Medians, in milliseconds, by way and kind."""
+    times: dict[tuple[str, str], list[float]] = {}
+    shuffled = random.Random(0)
+    names = list(ways)
+    for _ in range(rounds + 2):
+        for kind in KINDS:
+            shuffled.shuffle(names)
+            for name in names:
+                step = ways[name].get("forward" if kind == HOST else kind)
+                if step is not None:
+                    spent = host_milliseconds(step) if kind == HOST else milliseconds(step, calls)
+                    times.setdefault((name, kind), []).append(spent)
+    return {key: statistics.median(values[2:]) for key, values in times.items()}
+
+
 def main() -> None:
     """Run, print a table, write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -294,15 +314,7 @@ def main() -> None:
                 failures[f"{name}, {kind}"] = str(error).strip().splitlines()[0]
                 torch.cuda.synchronize()
                 break
-    times: dict[tuple[str, str], list[float]] = {}
-    for turn in range(arguments.rounds + 2):
-        order = list(ways) if turn % 2 == 0 else list(reversed(ways))
-        for name in order:
-            measured = {kind: milliseconds(step, arguments.calls) for kind, step in ways[name].items()}
-            measured["host"] = host_milliseconds(ways[name]["forward"])
-            for kind, spent in measured.items():
-                times.setdefault((name, kind), []).append(spent)
-    medians = {key: statistics.median(values[2:]) for key, values in times.items()}
+    medians = measure(ways, arguments.rounds, arguments.calls)
     number = te_adapter.cublaslt_version()
     shape = f"E{arguments.experts} H{arguments.hidden} F{arguments.ffn} T{arguments.tokens}"
     skewed = f", skewed routing, the {arguments.skew} expert takes half" if arguments.skew else ""
@@ -314,7 +326,7 @@ def main() -> None:
     print("| way | forward | as a graph | forward + backward | as a graph | host, forward |")
     print("|---|---|---|---|---|---|")
     for name in ways:
-        cells = (medians.get((name, kind)) for kind in ("forward", "forward graph", "step", "graph", "host"))
+        cells = (medians.get((name, kind)) for kind in KINDS)
         print(f"| {name} | {' | '.join('-' if cell is None else f'{cell:.3f}' for cell in cells)} |")
     for kind, spent in floor.items():
         print(f"\nfloor of a {kind}: {spent:.3f}")
