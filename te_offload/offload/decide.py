@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _TENSORS = attrgetter("tensors")
 _GOES, _NONE, _MARKED = Fate.OFFLOADED, Reason.NONE, Reason.MARKED
+_FEW = 8 << 20  # bytes
 _OF_SOME = frozenset((Reason.NOT_PLAIN, Reason.OTHER_DEVICE))  # reasons that one tensor of several can give
 
 
@@ -200,6 +201,7 @@ def decide(
     rules: Rules,
     device: torch.device,
     pool: HostPool,
+    in_flight: int,
 ) -> tuple[list[Load], list[Load]]:
     """Decide each slot's fate; the loads that go, with their cargos and leases, and the loads that stay.
 
@@ -207,7 +209,8 @@ def decide(
         entries: the slots of a forward, in the order in which they were saved.
         owned_by_layer: gives the storages of the layer's parameters, which stay; called where a tensor may be one.
         staying: storages that stay in any case.
-        rules, device, pool: of the session.
+        rules, device, pool: of the session. in_flight: most bytes that may be; slots that go as one are no more of them,
+            unless they are few.
     """
     loads: list[Load] = []
     for entry in list(entries):
@@ -228,7 +231,8 @@ def decide(
             _keep_shared_memory(loads, owned, staying)
             going = _divide([load for load in loads if load.entry.fate is _GOES], device)
         else:
-            going = _together(going, rules, device)
+            most = min(rules.most_together, max(in_flight, _FEW))
+            going = _together(going, rules.together, most, device)
             for load in going:
                 load.make_cargo(device)
         refused = _lease(going, pool)
@@ -349,7 +353,7 @@ def _keep_shared_memory(loads: list[Load], owned: frozenset[int], staying: set[i
                 staying |= load.storages
 
 
-def _together(loads: list[Load], rules: Rules, device: torch.device) -> list[Load]:
+def _together(loads: list[Load], below: int, most: int, device: torch.device) -> list[Load]:
     """Let small slots that go and share no memory go as one: one lease, one copy each way, and one wait. Still in the order
     in which they were saved, of several the last one.
     """
@@ -358,17 +362,15 @@ def _together(loads: list[Load], rules: Rules, device: torch.device) -> list[Loa
     nbytes = last = 0
     for number, load in enumerate(loads):
         size = load.entry.nbytes
-        if size >= rules.together:
+        if size >= below:
             found[number] = load
             continue
-        if nbytes + size > rules.most_together:
+        if nbytes + size > most:
             found[last] = _as_one(group, device)
             group, nbytes = [], 0
         group.append(load)
         nbytes += size
         last = number
-    if len(group) == len(loads):
-        return [_as_one(group, device)]
     if group:
         found[last] = _as_one(group, device)
     return [found[number] for number in sorted(found)]

@@ -326,7 +326,13 @@ class LayerVisit(SlotObserver):
                 if tensor is not None and is_plain(tensor):
                     self._staying.add(storage_key(tensor))
             going, staying = decide(
-                self.entries, self._owned_storages, self._staying, self._engine.rules, self.device, mover.pool
+                self.entries,
+                self._owned_storages,
+                self._staying,
+                self._engine.rules,
+                self.device,
+                mover.pool,
+                mover.max_in_flight,
             )
             for load in staying:
                 self._keep(load, mover)

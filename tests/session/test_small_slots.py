@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from te_offload import Fate, OffloadSession, Outcome, Reason
+from te_offload.offload import decide as decide_module
 from te_offload.offload import engine as engine_module
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.decide import Rules
@@ -50,6 +51,28 @@ def test_slots_below_the_bound_share_copies_of_so_many_bytes_and_large_ones_have
     assert len(rows) == 12 and all(row.fate is Fate.OFFLOADED for row in rows)
     assert sum(row.bytes_out for row in rows) == record.bytes_out
     assert all(row.bytes_out >= row.nbytes for row in rows)
+
+
+@pytest.mark.parametrize(("bound", "copies"), [(2000, 2), (1 << 20, 1)])
+def test_slots_that_go_together_are_no_more_bytes_than_may_be_in_flight_unless_they_are_few(
+    monkeypatch: pytest.MonkeyPatch, bound: int, copies: int
+) -> None:
+    sent: list[Cargo] = []
+    real = Mover.send_out
+
+    def send_out(mover: Mover, cargo: Cargo, sources: Any) -> None:
+        sent.append(cargo)
+        real(mover, cargo, sources)
+
+    monkeypatch.setattr(Mover, "send_out", send_out)
+    monkeypatch.setattr(decide_module, "_FEW", 1000)
+    model = Stack(1)
+    expected = run(Stack(1), SPLITS)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=bound) as session, session.step():
+        found = run(model, SPLITS)
+    assert_same_bits(expected, found)
+    assert session.records[-1].bytes_out == sum(cargo.copied for cargo in sent) > 3000
+    assert len(sent) == copies
 
 
 def test_slots_with_a_mark_of_their_own_leave_first_and_all_come_back_in_the_order_in_which_they_were_saved(
