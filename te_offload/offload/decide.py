@@ -365,7 +365,7 @@ def _together(loads: list[Load], below: int, most: int, device: torch.device) ->
         if size >= below:
             found[number] = load
             continue
-        if nbytes + size > most:
+        if group and nbytes + size > most:
             found[last] = _as_one(group, device)
             group, nbytes = [], 0
         group.append(load)

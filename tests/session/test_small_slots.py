@@ -53,9 +53,9 @@ def test_slots_below_the_bound_share_copies_of_so_many_bytes_and_large_ones_have
     assert all(row.bytes_out >= row.nbytes for row in rows)
 
 
-@pytest.mark.parametrize(("bound", "copies"), [(2000, 2), (1 << 20, 1)])
+@pytest.mark.parametrize(("bound", "few", "copies"), [(2000, 1000, 2), (1 << 20, 1000, 1), (0, 2000, 2), (0, 100, 3)])
 def test_slots_that_go_together_are_no_more_bytes_than_may_be_in_flight_unless_they_are_few(
-    monkeypatch: pytest.MonkeyPatch, bound: int, copies: int
+    monkeypatch: pytest.MonkeyPatch, bound: int, few: int, copies: int
 ) -> None:
     sent: list[Cargo] = []
     real = Mover.send_out
@@ -65,7 +65,7 @@ def test_slots_that_go_together_are_no_more_bytes_than_may_be_in_flight_unless_t
         real(mover, cargo, sources)
 
     monkeypatch.setattr(Mover, "send_out", send_out)
-    monkeypatch.setattr(decide_module, "_FEW", 1000)
+    monkeypatch.setattr(decide_module, "_FEW", few)
     model = Stack(1)
     expected = run(Stack(1), SPLITS)
     with OffloadSession(model.layers, min_bytes=0, max_in_flight=bound) as session, session.step():
