@@ -57,7 +57,7 @@ class Load:
     """One slot while it is decided on; then what of it goes.
 
     Attributes:
-        entry: the slot. others: small slots that go with it.
+        entry: the slot. others: small slots that go with it. last: the slot that was saved last of those with bytes in it.
         handles: its live handles; of a slot that goes, those whose bytes go with it, also from other slots.
         tensors: of the handles, one handle's behind the other's; dense ones if the slot may go.
         strips: of the tensors, runs: of all strips, where they were needed.
@@ -66,10 +66,22 @@ class Load:
         cargo: carries the bytes, if the slot goes and has any of its own.
     """
 
-    __slots__ = ("_storages", "bases", "cargo", "contiguous", "entry", "handles", "others", "runs", "strips", "tensors")
+    __slots__ = (
+        "_storages",
+        "bases",
+        "cargo",
+        "contiguous",
+        "entry",
+        "handles",
+        "last",
+        "others",
+        "runs",
+        "strips",
+        "tensors",
+    )
 
     def __init__(self, entry: SlotEntry, handles: list[Saved]) -> None:
-        self.entry = entry
+        self.entry = self.last = entry
         self.handles = handles
         if len(handles) == 1:
             self.tensors = handles[0].held
@@ -381,7 +393,7 @@ def _as_one(loads: list[Load], device: torch.device) -> Load:
     if len(loads) == 1:
         return loads[0]
     first = Load(loads[0].entry, [handle for load in loads for handle in load.handles])
-    first.others = loads[1:]
+    first.others, first.last = loads[1:], loads[-1].entry
     across = device.type == "cuda"
     if False not in [load.contiguous for load in loads]:
         begins, lengths = [tensor.data_ptr() for tensor in first.tensors], [load.entry.nbytes for load in loads]
@@ -405,13 +417,14 @@ def _divide(loads: list[Load], device: torch.device) -> list[Load]:
         load.measure(device)
         for storage in load.storages:
             owners.setdefault(storage, load)
-    pairs = [(handle, _storages_of(handle)) for load in loads for handle in load.handles]
+    shares = [(load.entry, handle, _storages_of(handle)) for load in loads for handle in load.handles]
     divided = []
     for load in loads:
         load.entry.cargo, load.entry.bytes_out = None, 0
-        mine = [handle for handle, storages in pairs if _first_owner(storages, loads, owners) is load]
+        mine = [(entry, handle) for entry, handle, storages in shares if _first_owner(storages, loads, owners) is load]
         if mine:
-            part = Load(load.entry, mine)
+            part = Load(load.entry, [handle for _, handle in mine])
+            part.last = mine[-1][0]
             part.make_cargo(device)
             divided.append(part)
     return divided

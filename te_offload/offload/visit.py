@@ -336,7 +336,7 @@ class LayerVisit(SlotObserver):
             )
             for load in staying:
                 self._keep(load, mover)
-            early = [load for load in going if load.entry.ready and not load.others] if len(going) > 1 else []
+            early = [load for load in going if load.entry.ready and load.last is load.entry] if len(going) > 1 else []
             order = early + [load for load in going if load not in early] if early else going
             for number, load in enumerate(order):
                 try:
@@ -376,8 +376,8 @@ class LayerVisit(SlotObserver):
         going = load.put_on()
         if cargo.copied:
             cargo.ready = load.entry.ready or self.ended
-            if load.others:  # without an end, all have marks of their own, in this order
-                cargo.ready = self.ended or load.others[-1].entry.ready
+            if load.last is not load.entry:  # without an end, all have marks of their own, in this order
+                cargo.ready = self.ended or load.last.ready
             self._watch(cargo, going)
             if self._engine.verifier is not None:
                 self._engine.verifier.note(cargo, self.forward)

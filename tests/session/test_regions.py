@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_offload import OffloadSession
 from te_offload.offload import engine as engine_module
+from te_offload.offload import session as session_module
+from te_offload.offload.decide import Rules
+from te_offload.offload.mover import Mover
 from te_offload.slots import Fate, Reason, SlotName
 from tests.support.late_copies import LateTransfer
 
@@ -199,3 +204,27 @@ def test_regions_of_one_name_are_one_slot() -> None:
     assert [len(found) for found in seen] == [2, 2, 2]
     assert [(row.op, row.tensors) for row in _rows(session)] == [("qkv", 4), ("norm", 2)]
     assert session.records[-1].bytes_out == 6 * 400
+
+
+def test_memory_of_two_regions_leaves_after_both_have_written_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "Rules", functools.partial(Rules, together=0))  # each has its own mark
+    base = torch.zeros(1024)
+    written: list[float] = []
+    marks: list[float] = []
+    real = Mover.send_out
+
+    def send_out(mover: Mover, cargo: Any, sources: Any) -> None:
+        marks.append(cargo.ready.seconds)
+        real(mover, cargo, sources)
+
+    def make() -> list[torch.Tensor]:
+        half = base.data[512 * len(written) :][:512]
+        half.fill_(len(written) + 1)
+        written.append(time.perf_counter())
+        return [half]
+
+    monkeypatch.setattr(Mover, "send_out", send_out)
+    found, session = _through(make, "one", "other")
+    assert [float(half.mean()) for (half,) in found] == [2.0, 1.0]
+    assert session.records[-1].bytes_out == session.records[-1].bytes_back == 4096
+    assert len(marks) == 1 and marks[0] > written[-1]
