@@ -13,7 +13,9 @@ import transformer_engine.pytorch as te
 import te_offload
 from te_offload import Fate, Outcome, Reason
 from te_offload.errors import ArgumentError, ConflictError, StateError
+from te_offload.offload import engine as engine_module
 from te_offload.offload.dropin import MIN_BYTES, OffloadContext
+from tests.support.late_copies import LateTransfer
 from tests.support.mlp import make_inputs, make_mlp
 
 WIDTH, ROWS = 256, 600  # 600 KiB a tensor, above MIN_BYTES
@@ -116,7 +118,8 @@ def test_forward_whose_graph_is_dropped_gives_its_memory_back() -> None:
     assert context.records == ()
 
 
-def test_manual_controller_starts_every_copy() -> None:
+def test_manual_controller_starts_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: LateTransfer())
     context, sync, controller = te_offload.get_cpu_offload_context(
         enabled=True, model_layers=4, manual_synchronization=True
     )
@@ -131,12 +134,18 @@ def test_manual_controller_starts_every_copy() -> None:
         y = sync(y)
         if number != 2:
             controller.start_offload_layer(number)
+    engine = context._engine
+    assert engine is not None
+    left = [sum(cargo.copied for cargo in engine.visits[number].cargos) for number in (0, 1, 3)]
+    assert min(left) > 0 and engine.mover.in_flight == sum(left)
     for number in (0, 1, 3):
         controller.release_activation_forward_gpu_memory(number)
-    engine = context._engine
-    assert engine is not None and engine.mover.in_flight == 0
+        left.pop(0)
+        assert engine.mover.in_flight == sum(left)
     for number in (3, 1):
+        before = engine.mover.counts.bytes_back
         controller.start_reload_layer(number)
+        assert engine.mover.counts.bytes_back - before == sum(cargo.copied for cargo in engine.visits[number].cargos)
     y.square().sum().backward()
     assert same(expected, [x.grad, *(p.grad for p in model.parameters())])  # type: ignore[list-item]
     record = last_record(context)

@@ -228,3 +228,65 @@ def test_memory_of_two_regions_leaves_after_both_have_written_it(monkeypatch: py
     assert [float(half.mean()) for (half,) in found] == [2.0, 1.0]
     assert session.records[-1].bytes_out == session.records[-1].bytes_back == 4096
     assert len(marks) == 1 and marks[0] > written[-1]
+
+
+class Nested(Layer):
+    """A region inside another one, and tensors after both."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def save(x: torch.Tensor, count: int) -> torch.Tensor:
+            y: torch.Tensor = _Save.apply(x, self.seen, torch.full((count,), float(count)))  # type: ignore[no-untyped-call]
+            return y
+
+        with self.session.region("outer"):
+            x = save(x, 100)
+            with self.session.region("inner"):
+                x = save(x, 50)
+            x = save(x, 25)
+        return save(x, 10)
+
+
+def test_region_has_what_is_saved_between_its_begin_and_its_end_and_in_no_region_inside_it() -> None:
+    layer = Nested(list, ())
+    with OffloadSession(layer, min_bytes=0) as session:
+        layer.session = session
+        with session.step():
+            layer(torch.ones(1, requires_grad=True)).sum().backward()
+    record = session.records[-1]
+    found = {(row.op, row.slot): (row.tensors, row.nbytes, row.fate) for row in record.slots}
+    assert found == {
+        ("outer", SlotName.REGION): (2, 4 * 125, Fate.OFFLOADED),
+        ("inner", SlotName.REGION): (1, 4 * 50, Fate.OFFLOADED),
+        ("", SlotName.OTHER): (1, 4 * 10, Fate.OFFLOADED),
+    }
+    assert [float(tensor.sum()) for (tensor,) in layer.seen] == [100, 25**2, 50**2, 100**2]
+    assert record.bytes_back == 4 * 185
+
+
+@pytest.mark.parametrize(("together", "count", "early"), [(0, 1, True), (1 << 20, 1, False), (1 << 20, 17, True)])
+def test_region_of_many_bytes_or_tensors_may_leave_before_its_layers_forward_ends(
+    monkeypatch: pytest.MonkeyPatch, together: int, count: int, early: bool
+) -> None:
+    monkeypatch.setattr(session_module, "Rules", functools.partial(Rules, together=together))
+    marks: list[float] = []
+    ended: list[float] = []
+
+    class Watched(Mover):
+        def send_out(self, cargo: Any, sources: Any) -> None:
+            marks.append(cargo.ready.seconds)
+            super().send_out(cargo, sources)
+
+    class Goes(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            ended.append(time.perf_counter())
+            return y
+
+    monkeypatch.setattr(engine_module, "Mover", Watched)
+    layer = Goes(lambda: [torch.ones(100) for _ in range(count)], ("one",))
+    with OffloadSession(layer, min_bytes=0) as session:
+        layer.session = session
+        with session.step():
+            layer(torch.ones(1, requires_grad=True)).sum().backward()
+    assert len(marks) == 1 and session.records[-1].bytes_back == 400 * count
+    assert (marks[0] < ended[0]) is early

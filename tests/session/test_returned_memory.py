@@ -114,7 +114,10 @@ def test_tensors_of_two_dtypes_in_memory_of_an_odd_length_come_back() -> None:
     assert session.records[-1].bytes_back >= 29
 
 
-def test_small_slots_that_go_together_leave_after_the_last_of_them_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["small", "of one storage"])
+def test_slots_that_go_together_leave_after_the_last_of_them_is_there(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
     sent: list[Any] = []
 
     class Watched(Mover):
@@ -125,7 +128,9 @@ def test_small_slots_that_go_together_leave_after_the_last_of_them_is_there(monk
     monkeypatch.setattr(engine_module, "Mover", Watched)
     monkeypatch.setattr(engine_module, "TIMED_FIRST", 0)
     monkeypatch.setattr(engine_module, "TIMED_EVERY", 1 << 30)
-    layer = torch.nn.Sequential(*(Op(lambda: list(torch.arange(64.0).split(32))) for _ in range(3)))
+    bases = [torch.arange(192.0)] * 3 if shared else [torch.arange(64.0) for _ in range(3)]
+    parts = [base.split(32)[2 * number * shared :][:2] for number, base in enumerate(bases)]
+    layer = torch.nn.Sequential(*(Op(lambda number=number: list(parts[number])) for number in range(3)))
     with OffloadSession(layer, min_bytes=0) as session:
         for _ in range(2):
             sent.clear()
