@@ -283,9 +283,10 @@ def test_slot_that_shares_memory_with_a_kept_one_stays() -> None:
 
 
 def test_small_slots_stay_and_say_so() -> None:
-    _, session = round_trip(lambda: [torch.ones(100), torch.ones(1000)], min_bytes="2KiB")
-    assert other_row(session, Fate.KEPT).reason is Reason.TOO_SMALL
-    assert session.records[-1].bytes_out == 4000
+    _, session = round_trip(lambda: [torch.ones(511), torch.ones(512), torch.ones(1000)], min_bytes="2KiB")
+    row = other_row(session, Fate.KEPT)
+    assert (row.reason, row.nbytes) == (Reason.TOO_SMALL, 2044)
+    assert session.records[-1].bytes_out == 2048 + 4000
 
 
 def test_host_limit_is_kept_and_the_slot_says_so() -> None:

@@ -90,7 +90,8 @@ def test_tensor_that_two_ops_declare_is_in_the_slots_of_both_and_goes_once() -> 
     assert record.bytes_out == 400
 
 
-def test_tensor_is_not_taken_for_a_dead_one_whose_place_it_has() -> None:
+@pytest.mark.parametrize("declared", [False, True])
+def test_tensor_is_not_taken_for_a_dead_one_whose_place_it_has(declared: bool) -> None:
     class Drops(Op):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             observer, _ = self.follower()
@@ -102,7 +103,8 @@ def test_tensor_is_not_taken_for_a_dead_one_whose_place_it_has() -> None:
             while id(others[-1]) != place and len(others) < 10_000:
                 others.append(torch.ones(50))
             assert id(others[-1]) == place
-            y: torch.Tensor = _Declares.apply(x, self, (), (), (others[-1],))  # type: ignore[no-untyped-call]
+            slot, rest = ((others[-1],), ()) if declared else ((), (others[-1],))
+            y: torch.Tensor = _Declares.apply(x, self, slot, (), rest)  # type: ignore[no-untyped-call]
             return y
 
     op = Drops(())
