@@ -110,6 +110,8 @@ def test_tensor_is_not_taken_for_a_dead_one_whose_place_it_has(declared: bool) -
     op = Drops(())
     session = _step(op)
     assert torch.equal(op.found[0][0], torch.ones(50))
+    went = [row.slot for row in session.records[-1].slots if row.bytes_out == 200]
+    assert went == [SlotName.GROUPED_LINEAR_INPUT if declared else SlotName.OTHER]
     assert session.records[-1].bytes_out == 200
     assert session.records[-1].exempt_bytes == 0
 
