@@ -275,7 +275,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             x = numbers.quantize_input(x, splits1)
         if saves:
             ctx1.te_offload_quantized = way, numbers
-            wgrad1, wgrad2 = parameters.first_weight(fc1).requires_grad, parameters.first_weight(fc2).requires_grad
+            wgrad1 = ctx1.weight_requires_grad = parameters.first_weight(fc1).requires_grad
+            wgrad2 = ctx3.weight_requires_grad = parameters.first_weight(fc2).requires_grad
             ctx1.te_offload_versions = parameters.versions(fc1, fc2)
             self._save_linear(fc1, ctx1, (splits1, offsets1), (), x if wgrad1 else None, kwargs, 0)
         ctx1.te_offload_two_splits = offsets2 is not offsets1
@@ -317,7 +318,6 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         """
         ctx.use_grouped_tensor_path = ctx.te_offload_weights_apart = True
         ctx.dgrad_out = kwargs["basic_op_kwargs"][number].get(te_adapter.GROUPED_LINEAR_GRAD_INPUT_KEY)
-        ctx.weight_requires_grad = parameters.first_weight(op).requires_grad
         ctx.to_save = (*metadata, None, None, None, *bias_scales, x)
         te_adapter.mark_activations(x)
         _declare(op, te_adapter.read_grouped_linear, ctx)

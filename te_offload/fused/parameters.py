@@ -26,31 +26,36 @@ def dense_weight(op: Any) -> torch.Tensor | None:
     """A plain tensor of the weights' dtype and device, or ``None`` if they are quantized, or DTensors. To ask a grouped
     weight itself takes the host ten times as long.
     """
-    weight: torch.Tensor = first_weight(op)
+    weight: Any = first_weight(op)
     if op.single_grouped_weight:
-        weight = op.weight.rowwise_data
-        return weight if weight is not None and weight.dtype.itemsize > 1 else None
+        dense: torch.Tensor | None = weight.rowwise_data
+        return dense if dense is not None and dense.dtype.itemsize > 1 else None
     return weight if type(weight) in _PLAIN else None
 
 
 def weight_parameters(op: Any) -> list[torch.nn.Parameter]:
     """The weights as they are registered; not by attribute, which takes the host a microsecond each."""
-    if op.single_grouped_weight:
-        return [op.weight]
+    return _of_each_expert(op, "weight", together=op.single_grouped_weight)
+
+
+def _of_each_expert(op: Any, name: str, *, together: bool) -> list[torch.nn.Parameter]:
+    if together:
+        return [op._parameters[name]]
     if op.num_groups == 1:
-        return [op._parameters["weight0"]]
-    return list(_weights_of(op.num_groups)(op._parameters))
+        return [op._parameters[f"{name}0"]]
+    return list(_getter(name, op.num_groups)(op._parameters))
 
 
 @functools.cache
-def _weights_of(count: int) -> operator.itemgetter[Any]:
-    return operator.itemgetter(*[f"weight{number}" for number in range(count)])
+def _getter(name: str, count: int) -> operator.itemgetter[Any]:
+    return operator.itemgetter(*[f"{name}{number}" for number in range(count)])
 
 
 def weights(op: Any) -> torch.Tensor | Sequence[torch.Tensor]:
     """N dense weights (out_features, in_features), or one tensor of them all if they are grouped."""
     if op.single_grouped_weight:
-        packed: torch.Tensor = op.weight.rowwise_data.view(op.num_groups, op.out_features, op.in_features)
+        weight: Any = first_weight(op)
+        packed: torch.Tensor = weight.rowwise_data.view(op.num_groups, op.out_features, op.in_features)
         return packed
     return weight_parameters(op)
 
@@ -62,7 +67,12 @@ def bias(op: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 def versions(*ops: Any) -> list[int]:
     """In-place versions of all parameters."""
-    return [p._version for op in ops for p in op._parameters.values() if p is not None]
+    found = []
+    for op in ops:
+        found += [weight._version for weight in weight_parameters(op)]
+        if op.has_bias:
+            found += [bias._version for bias in _of_each_expert(op, "bias", together=op.single_grouped_bias)]
+    return found
 
 
 def in_order(op: Any, weights: list[torch.Tensor | None], biases: torch.Tensor | None) -> list[torch.Tensor | None]:

@@ -257,9 +257,17 @@ def test_copy_of_a_module_that_has_run_computes_with_its_own_weights(copied: Any
     assert_same_bits(run(module, SPLITS), run(mlp(), SPLITS))
 
 
-@pytest.mark.parametrize("name", ["0.weight1", "2.weight3"])
-def test_weight_written_to_between_forward_and_backward_is_an_error(name: str) -> None:
-    module = mlp()
+@pytest.mark.filterwarnings("ignore:GroupedLinear")
+@pytest.mark.parametrize("name", ["0.weight1", "2.weight3", "0.bias2", "2.bias0", "0.weight", "2.weight", "2.bias"])
+def test_parameter_written_to_between_forward_and_backward_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    module = mlp(
+        bias="bias" in name,
+        single_grouped_weight=name.endswith("weight"),
+        single_grouped_bias=name.endswith("bias"),
+    )
     x, sizes, scales = make_inputs(SPLITS)
     output = module(x, sizes, scales, sizes)
     with torch.no_grad():
