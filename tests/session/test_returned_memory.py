@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_offload import OffloadSession
+from te_offload.errors import SavedTensorModifiedError
 from te_offload.offload import engine as engine_module
 from te_offload.offload import session as session_module
 from te_offload.offload.cargo import Lot
@@ -197,3 +198,29 @@ def test_copies_back_come_after_new_memory_was_filled_in_deterministic_mode(monk
             with session.step():
                 run(model, SPLITS)
     assert session.records[-1].bytes_back > 0 and allocated
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["before its copy is over", "after"])
+def test_tensor_written_to_while_its_copy_may_read_it_is_an_error_and_later_it_is_none(
+    monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    transfer = LateTransfer()
+    monkeypatch.setattr(engine_module, "make_transfer", lambda device, stream: transfer)
+    base = torch.arange(64.0)
+    layer = Layer(lambda: [base])
+    with OffloadSession(layer, min_bytes=0) as session, session.step():
+        y = layer(torch.ones(4, requires_grad=True)).sum()
+        assert session._engine is not None
+        (copy,) = transfer.out
+        for moment in range(2):
+            if moment == over:
+                base.fill_(0.0)
+            copy.wait()
+            session._engine.mover.settle()
+        if over:
+            y.backward()
+            assert torch.equal(layer.seen[0][0], torch.arange(64.0))
+        else:
+            with pytest.raises(SavedTensorModifiedError, match="written to in place"):
+                y.backward()
+    assert session.records[-1].bytes_out == 256
