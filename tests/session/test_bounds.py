@@ -1,0 +1,102 @@
+"""Bytes on the device that wait for a copy out, or are back before they are needed, stay within their bound."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from te_offload import OffloadSession
+from te_offload.offload import engine as engine_module
+from te_offload.offload import session as session_module
+from te_offload.offload.cargo import Cargo
+from te_offload.offload.decide import Rules
+from te_offload.offload.mover import Mover
+from te_offload.offload.returns import Returns
+from te_offload.offload.states import RETURNED, RETURNING
+from te_offload.offload.visit import LayerVisit
+from tests.session.test_lifetime import SPLITS, Stack
+from tests.support.late_copies import LateTransfer
+from tests.support.mlp import assert_same_bits, run
+
+SLOTS = [10 * width * 4 for width in (16, 32, 32)]  # bytes of a layer's, in the order in which they are saved
+LAYER = sum(SLOTS)
+
+
+@pytest.fixture(autouse=True)
+def _each_slot_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "Rules", functools.partial(Rules, together=0))
+
+
+def _within(nbytes: int, bound: int, cargos: list[Cargo]) -> bool:
+    return nbytes <= bound or len(cargos) == 1
+
+
+@pytest.mark.parametrize("bound", [0, SLOTS[0], SLOTS[1] + SLOTS[2], LAYER, 2 * LAYER + SLOTS[1], 1 << 20])
+def test_no_more_than_the_bound_comes_back_ahead_of_the_backward_but_one_slot(
+    monkeypatch: pytest.MonkeyPatch, bound: int
+) -> None:
+    ahead: list[int] = []
+    visits: list[LayerVisit] = []
+
+    class Watched(Mover):
+        def start_back(self, cargo: Cargo, free: Any) -> None:
+            super().start_back(cargo, free)
+            back = [
+                one for visit in visits if not visit.read for one in visit.cargos if one.state in (RETURNING, RETURNED)
+            ]
+            ahead.append(sum(one.nbytes for one in back))
+            assert _within(ahead[-1], bound, back)
+
+    begin_step = Returns.begin_step
+
+    def begin(self: Returns, of_step: list[LayerVisit]) -> None:
+        nonlocal visits
+        visits = of_step
+        begin_step(self, of_step)
+
+    monkeypatch.setattr(Returns, "begin_step", begin)
+    monkeypatch.setattr(engine_module, "Mover", Watched)
+    expected, model = run(Stack(4), SPLITS), Stack(4)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=bound) as session:
+        for _ in range(3):
+            with session.step():
+                found = run(model, SPLITS)
+            assert_same_bits(expected, found)
+        record = session.records[-1]
+    assert record.bytes_back == record.bytes_out == 4 * LAYER
+    assert record.copies_back == record.copies_out == 4 * len(SLOTS)
+    assert record.peak_ahead == max(ahead)
+    fit = [sum((SLOTS[::-1] * 3)[:count]) for count in range(10)]  # the last slot saved is the first one back
+    assert record.peak_ahead >= max(nbytes for nbytes in fit if nbytes <= max(bound, fit[1]))
+
+
+@pytest.mark.parametrize("bound", [0, SLOTS[0], SLOTS[1] + SLOTS[2], LAYER, 2 * LAYER + SLOTS[1], 1 << 20])
+def test_no_more_than_the_bound_waits_for_its_copy_out_but_one_slot(
+    monkeypatch: pytest.MonkeyPatch, bound: int
+) -> None:
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: LateTransfer())
+    settled: list[int] = []
+
+    class Watched(Mover):
+        def settle(self) -> None:
+            super().settle()
+            assert self.in_flight == sum(cargo.copied for cargo in self._leaving)
+            assert _within(self.in_flight, bound, list(self._leaving))
+            settled.append(self.in_flight)
+
+    monkeypatch.setattr(engine_module, "Mover", Watched)
+    expected, model = run(Stack(4), SPLITS), Stack(4)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=bound) as session:
+        with session.step():
+            found = run(model, SPLITS)
+        record = session.records[-1]
+    assert_same_bits(expected, found)
+    assert record.bytes_out == 4 * LAYER
+    assert record.peak_in_flight >= max(settled)
+    assert record.peak_in_flight <= max(settled) + LAYER  # those of the forward that has just ended
+    if bound >= 4 * LAYER:
+        assert record.bytes_back == 0 and settled[-1] == 4 * LAYER  # nothing has left when it is read
+    else:
+        assert record.bytes_back >= 4 * LAYER - max(bound, max(SLOTS))
