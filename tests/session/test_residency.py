@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from te_offload import OffloadSession
+from te_offload.offload.record import BACKWARD_BEGINS
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.mlp import make_inputs, make_mlp, run
 
@@ -43,6 +44,18 @@ def test_each_forward_s_end_is_a_moment_with_what_is_saved_by_then() -> None:
     layer = sum(row.nbytes for row in record.slots if row.layer == "layer0")
     saved = [(moment.label, moment.nbytes) for moment in record.residency if moment.label.endswith(" saved")]
     assert saved == [(f"layer{number} saved", (number + 1) * layer) for number in range(3)]
+
+
+def test_backward_s_begin_is_one_moment_behind_all_forwards_and_before_anything_is_read() -> None:
+    model = Stack(3)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0) as session, session.step():
+        run(model, SPLITS)
+    labels = [moment.label for moment in session.records[-1].residency]
+    begins = labels.index(BACKWARD_BEGINS)
+    assert labels.count(BACKWARD_BEGINS) == 1
+    assert max(place for place, label in enumerate(labels) if label.endswith(" saved")) < begins
+    assert begins < labels.index("coming back")
+    assert session.records[-1].bytes_back > 0
 
 
 def test_forward_that_raised_has_no_rows_and_no_bytes() -> None:
