@@ -83,6 +83,12 @@ def test_window_with_one_op_of_ours_gets_our_fused_op_and_its_mark(monkeypatch: 
     assert forward_ops(module) == [BlackwellUnaryGroupedMLP]
     rows = {row.slot: row for row in session.records[-1].slots}
     assert rows[SlotName.ACT_INPUT].reason is Reason.ASKED
+    ours = mlp()
+    with OffloadSession(ours, min_bytes=0) as other, other.step():
+        step(ours)
+    inputs = [row.nbytes for row in other.records[-1].slots if row.slot is not SlotName.ACT_INPUT]
+    assert session.records[-1].bytes_out == sum(inputs) > 0  # no weight's copy among them
+    assert Reason.MARKED in {row.reason for row in session.records[-1].slots}
 
 
 def test_window_of_plain_te_ops_is_left_to_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:

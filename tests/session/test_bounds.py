@@ -57,6 +57,7 @@ def test_no_more_than_the_bound_comes_back_ahead_of_the_backward_but_one_slot(
 
         def read(self, visit: LayerVisit) -> None:
             super().read(visit)
+            assert all(cargo.state is not ON_HOST for cargo in visit.cargos)
             unread = [cargo for other in visits if not other.read for cargo in other.cargos]
             back = sum(cargo.nbytes for cargo in unread if cargo.state in (RETURNING, RETURNED))
             on_host = [cargo for cargo in unread if cargo.state is ON_HOST]
