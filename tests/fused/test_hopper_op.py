@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
 from te_offload import Fate, OffloadSession, Reason, ops
-from te_offload.errors import ArgumentError, ArgumentTypeError, SavedTensorModifiedError
+from te_offload.errors import ArgumentError, ArgumentTypeError
 from te_offload.fused import find_windows, fuse, hopper
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference import ReferenceKernels
@@ -244,109 +242,6 @@ def test_without_tokens_everything_is_empty_or_zero() -> None:
     found = run(mlp(), (0, 0, 0, 0))
     assert found["output"].shape == (0, 16)
     assert not found["0.weight1"].any() and not found["2.weight2"].any()
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_copy_of_a_module_that_has_run_computes_with_its_own_weights(copied: Any) -> None:
-    module = mlp()
-    run(module, SPLITS)
-    other = copied(module)
-    with torch.no_grad():
-        other[0].weight2.mul_(2)
-    assert not torch.equal(run(module, SPLITS)["output"], run(other, SPLITS)["output"])
-    assert_same_bits(run(module, SPLITS), run(mlp(), SPLITS))
-
-
-@pytest.mark.filterwarnings("ignore:GroupedLinear")
-@pytest.mark.parametrize("name", ["0.weight1", "2.weight3", "0.bias2", "2.bias0", "0.weight", "2.weight", "2.bias"])
-def test_parameter_written_to_between_forward_and_backward_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
-    module = mlp(
-        bias="bias" in name,
-        single_grouped_weight=name.endswith("weight"),
-        single_grouped_bias=name.endswith("bias"),
-    )
-    x, sizes, scales = make_inputs(SPLITS)
-    output = module(x, sizes, scales, sizes)
-    with torch.no_grad():
-        module.get_parameter(name).mul_(2)
-    with pytest.raises(SavedTensorModifiedError, match=r"optimizer\.step"):
-        output.sum().backward()
-
-
-def test_weights_that_the_kernels_refuse_are_an_error_that_names_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: object, name: str, tensors: object) -> object:
-        raise ArgumentError(f"{name}: not at a multiple of 16 bytes")
-
-    monkeypatch.setattr(ReferenceKernels, "prepare", refuse)
-    with pytest.raises(ArgumentError, match="FC1's weights: not at a multiple of 16 bytes"):
-        run(mlp(), SPLITS)
-
-
-@pytest.mark.parametrize("overwrite", [False, True], ids=["added", "overwritten"])
-def test_main_grad_that_the_kernels_refuse_takes_a_buffer(monkeypatch: pytest.MonkeyPatch, overwrite: bool) -> None:
-    prepare = ReferenceKernels.prepare
-
-    def refuse(self: ReferenceKernels, name: str, tensors: Any) -> Any:
-        if "main_grad" in name:
-            raise ArgumentError("not at a multiple of 16 bytes")
-        return prepare(self, name, tensors)
-
-    monkeypatch.setattr(ReferenceKernels, "prepare", refuse)
-    expected, module = run(mlp(), SPLITS), mlp(accumulate_into_main_grad=True)
-    for parameter in module.parameters():
-        parameter.main_grad = torch.full_like(parameter, 0.5)
-        parameter.overwrite_main_grad = overwrite
-        parameter.grad_added_to_main_grad = False
-    run(module, SPLITS)
-    for name, parameter in module.named_parameters():
-        assert torch.allclose(parameter.main_grad, expected[name] + (0.0 if overwrite else 0.5), rtol=1e-5)
-
-
-@pytest.mark.parametrize("overwrite", [False, True], ids=["added", "overwritten"])
-@pytest.mark.parametrize(
-    "where", ["apart", "one behind the other", "in reverse", "at odd addresses", "one grouped weight"]
-)
-def test_main_grad_receives_the_weight_gradients(monkeypatch: pytest.MonkeyPatch, where: str, overwrite: bool) -> None:
-    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
-    single, experts = where == "one grouped weight", range(len(SPLITS))
-    expected = run(mlp(), SPLITS)
-    module = mlp(accumulate_into_main_grad=True, single_grouped_weight=single)
-    for layer in (0, 2):
-        parameters = list(module[layer].parameters())
-        sizes = [parameter.numel() for parameter in parameters]
-        odd = where == "at odd addresses"  # of which TMA cannot write one
-        together = torch.ones(sum(sizes) + odd)[int(odd) :].split(sizes)
-        parts = [torch.ones(size) for size in sizes] if where == "apart" else list(together)
-        parts = parts[::-1] if where == "in reverse" else parts  # as Megatron-core lays its buffers out
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.main_grad = part.view(parameter.shape)
-            parameter.overwrite_main_grad = overwrite
-            parameter.grad_added_to_main_grad = False
-    run(module, SPLITS)
-    assert len(fused_ops(module)) == 1
-    for layer in (0, 2):
-        main_grads = [p.main_grad for p in module[layer].parameters()]
-        shape = expected[f"{layer}.weight0"].shape
-        found = main_grads[0].view(len(SPLITS), *shape) if single else torch.stack(main_grads)
-        for expert in experts:
-            reference = expected[f"{layer}.weight{expert}"].double() + (0 if overwrite else 1)
-            assert_close_to_fp64(found[expert], reference, torch.float32, f"{layer}.weight{expert}")
-        assert all(p.grad_added_to_main_grad for p in module[layer].parameters())
-
-
-@pytest.mark.parametrize(("overwrite", "left"), [(False, 0.5), (True, 0.0)], ids=["added", "overwritten"])
-def test_main_grad_of_a_step_without_tokens_is_zero_or_stays(overwrite: bool, left: float) -> None:
-    module = mlp(accumulate_into_main_grad=True)
-    for parameter in module.parameters():
-        parameter.main_grad = torch.full_like(parameter, 0.5)
-        parameter.overwrite_main_grad = overwrite
-        parameter.grad_added_to_main_grad = False
-    run(module, (0,) * len(SPLITS))
-    for parameter in module.parameters():
-        assert torch.equal(parameter.main_grad, torch.full_like(parameter, left))
 
 
 def test_rows_that_one_linear_may_leave_out_and_the_other_read_are_cleared(monkeypatch: pytest.MonkeyPatch) -> None:

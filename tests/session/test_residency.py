@@ -73,3 +73,14 @@ def test_forward_that_raised_has_no_rows_and_no_bytes() -> None:
     assert record.raised
     assert {row.layer for row in record.slots} == {"layer0"}
     assert record.bytes_out == sum(row.bytes_out for row in record.slots if row.layer == "layer0") > 0
+
+
+@pytest.mark.parametrize("keep", [[], SLOTS], ids=["offloaded", "kept"])
+def test_exempt_bytes_are_those_of_split_sizes_and_router_scales(keep: list[str]) -> None:
+    module = make_mlp(keep=keep)
+    x, sizes, scales = make_inputs(SPLITS)
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        module(x, sizes, scales, sizes).sum().backward()
+    record = session.records[-1]
+    assert record.exempt_bytes == 2 * sizes.nbytes + scales.nbytes  # both linears have saved the sizes
+    assert (record.bytes_out == 0) is bool(keep)
