@@ -12,9 +12,12 @@ from te_offload.offload import engine as engine_module
 from te_offload.offload import session as session_module
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.decide import Rules
+from te_offload.offload.engine import FIRST_BOUND
 from te_offload.offload.mover import Mover
+from te_offload.offload.record import StepRecord
 from te_offload.offload.returns import Returns
 from te_offload.offload.states import ON_HOST, RELEASED, RETURNED, RETURNING
+from te_offload.offload.timeline import Bounds
 from te_offload.offload.visit import LayerVisit
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.late_copies import LateTransfer
@@ -127,3 +130,27 @@ def test_what_was_read_before_it_had_left_is_let_go_before_the_next_forward_is_r
     # layer2's copies out are waited for, with all before them: layer1's are over when its slots have been read
     assert leaving == [(0, 0), (len(SLOTS), 0), (0, 0)]
     assert session.records[-1].bytes_out == 3 * LAYER and session.records[-1].bytes_back == 0
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, (1234, 5678)), (4096, (4096, 4096))])
+def test_bounds_that_nobody_gave_are_what_the_last_timed_step_shows(
+    monkeypatch: pytest.MonkeyPatch, given: int | None, expected: tuple[int, int]
+) -> None:
+    asked: list[int] = []
+
+    def bounds(record: StepRecord) -> Bounds:
+        asked.append(record.index)
+        return Bounds(1234.0, 5678.0)
+
+    monkeypatch.setattr(engine_module, "bounds_for", bounds)
+    model = Stack(2)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=given) as session:
+        for _ in range(18):
+            with session.step():
+                run(model, SPLITS)
+            if session._engine is not None and not asked and given is None:
+                assert session._engine.mover.max_in_flight == session._engine.returns.max_ahead == FIRST_BOUND
+        assert session._engine is not None
+        assert (session._engine.mover.max_in_flight, session._engine.returns.max_ahead) == expected
+        assert session.records[-1].bytes_out > 0
+    assert asked == ([] if given else [0, 1, 2, 7])  # before each of the first steps, then before one in sixteen

@@ -11,10 +11,10 @@ import pytest
 
 from te_offload import Fate, Outcome, Plan, PlannedSlot, Reason, SlotName, SlotRecord, StepRecord, Window
 from te_offload.errors import ArgumentError, ArgumentTypeError, BudgetError, PlanError
-from te_offload.offload.forecast import bounds_for, work_of
+from te_offload.offload.forecast import bounds_for, parcels_of, work_of
 from te_offload.offload.planner import bytes_by_slot, check_host_limit, make_plan, merge_records
 from te_offload.offload.policy import Policy
-from te_offload.offload.timeline import Bounds, Link
+from te_offload.offload.timeline import Bounds, Link, simulate
 
 MIB = 2**20
 LINK = Link(*[10.0 * MIB] * 4)  # 10 MiB a millisecond
@@ -244,10 +244,43 @@ def test_work_is_the_windows_in_order_without_the_waits() -> None:
     assert [item.ms for item in work_of(waiting)] == [8.0, 8.0, 17.0, 17.0]
 
 
-def test_bounds_cover_the_longest_window_and_a_slot_and_grow_where_that_saves_time() -> None:
-    quick = bounds_for(record(forward=1.0, backward=2.0))
-    assert quick is not None
-    assert quick.out >= 1.25 * (10 * MIB + 30 * MIB) and quick.back >= 1.25 * (20 * MIB + 30 * MIB)
+@pytest.mark.parametrize(
+    ("forward", "backward", "layers", "factors"),
+    [(1.0, 2.0, 4, {1.0}), (6.0, 12.0, 4, {1.0}), (3.0, 6.0, 12, None), (0.5, 20.0, 8, None), (5.0, 1.0, 6, None)],
+)
+def test_bounds_are_the_least_of_five_with_which_the_step_is_no_longer_than_with_the_most(
+    forward: float, backward: float, layers: int, factors: set[float] | None
+) -> None:
+    step = record(layers=layers, forward=forward, backward=backward)
+    found = bounds_for(step)
+    assert found is not None and not found.recall
+    # what the link moves in the longest window, the layer at the most, and one slot more; a quarter of margin
+    least_out = 1.25 * (min(10 * MIB * forward, 60 * MIB) + 30 * MIB)
+    least_back = 1.25 * (min(10 * MIB * backward, 60 * MIB) + 30 * MIB)
+    factor = found.out / least_out
+    assert found.back / least_back == pytest.approx(factor)
+    assert factor == pytest.approx(min((1.0, 1.5, 2.0, 3.0, 4.0), key=lambda one: abs(one - factor)))
+    times = {
+        one: simulate(work_of(step), parcels_of(step), LINK, Bounds(one * least_out, one * least_back)).step_ms
+        for one in (1.0, 1.5, 2.0, 3.0, 4.0)
+    }
+    enough = [one for one, ms in times.items() if ms <= 1.02 * times[4.0]]
+    assert factor == pytest.approx(min(enough))
+    assert factors is None or min(enough) in factors
+
+
+def test_bounds_grow_where_that_saves_time() -> None:
+    uneven = record(layers=8)
+    windows = [
+        dataclasses.replace(window, begin_ms=0.0 if number == 0 else 1.0 + 40.0 * (number > 3) + 0.1 * number)
+        for number, window in enumerate(uneven.windows)
+    ]
+    windows = [dataclasses.replace(window, forward_ms=0.1, throttled_ms=0.0) for window in windows]
+    found = bounds_for(dataclasses.replace(uneven, windows=tuple(windows)))
+    assert found is not None and found.out > 1.25 * (MIB + 30 * MIB)
+
+
+def test_there_are_no_bounds_where_nothing_went() -> None:
     disabled = record(fc1_input=Reason.DISABLED, act_input=Reason.DISABLED, fc2_input=Reason.DISABLED)
     assert bounds_for(disabled) is None
 
