@@ -20,7 +20,7 @@ from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.ops import te_adapter
 from tests.layouts.test_unfused_layouts import listen
-from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
+from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp, run
 from tests.support.reference import activate, grouped_linear
 from tests.support.tolerances import assert_close_to_fp64
 
@@ -193,19 +193,21 @@ def test_input_of_a_frozen_fc1_is_not_saved() -> None:
     assert record.bytes_out == sum(SPLITS) * 32 * 4
 
 
-def test_window_of_which_only_fc2_needs_a_gradient_runs_op_by_op() -> None:
+@pytest.mark.parametrize("needs_scales", [False, True], ids=["FC2", "the activation and FC2"])
+def test_window_of_which_only_the_last_ops_need_a_gradient_runs_op_by_op(needs_scales: bool) -> None:
     expected, module = run(mlp(), SPLITS), mlp()
     for parameter in module[0].parameters():
         parameter.requires_grad_(False)
     x, sizes, scales = make_inputs(SPLITS)
-    output = module(x.detach(), sizes, scales.detach(), sizes)
+    scales.requires_grad_(needs_scales)
+    output = module(x.detach(), sizes, scales, sizes)
     output.square().sum().backward()
-    fused = fused_ops(module)[0]
+    assert len(fused_ops(module)) == 1
     assert torch.equal(output, expected["output"])
-    for name, parameter in module.named_parameters():
-        assert parameter.grad is None or torch.allclose(parameter.grad, expected[name], rtol=1e-5)
-    assert module[2].weight0.grad is not None
-    assert isinstance(fused, HopperGroupedMLP)
+    found = gradients(module, x, scales)
+    assert found.keys() == {name for name in expected if name.startswith("2.") or (needs_scales and name == "input1")}
+    for name, grad in found.items():
+        assert torch.allclose(grad, expected[name], rtol=1e-5), name
 
 
 @pytest.mark.parametrize("keep", [None, "fc1_input", "act_input"])
