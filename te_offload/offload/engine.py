@@ -126,6 +126,7 @@ class Engine:
             captured: in a CUDA graph. The device was idle when the capture began.
         """
         self._captured = captured
+        self.mover.knows_ends = not captured
         if captured:
             self.pool.in_graph, self.pool.may_grow = True, False
             self.pool.forget_uses()

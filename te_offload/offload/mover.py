@@ -3,7 +3,7 @@
 In: cargos. Out: device memory for them. Keeps true: every copy out comes after its producer, every copy back after its
 own copy out and after the work that may still use its new memory; a saved tensor is held until its copy out is over;
 bytes held only for a copy out stay within the bound (the compute stream waits for the oldest copy first), but for one
-cargo. Does not: choose what moves, or when it comes back (returns.py does).
+cargo; with those read before they had left count the bytes of the forward that is read next. Does not: choose what moves, or when it comes back (returns.py does).
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Mover:
     Attributes:
         max_in_flight: most bytes on the device that wait for nothing but the end of their copy out.
         in_flight: how many do now.
+        knows_ends: whether the end of a copy can be asked for: not while a CUDA graph is captured.
         homes: of tensors that come back to the addresses where they were.
     """
 
@@ -69,6 +70,7 @@ class Mover:
         self.max_in_flight = max_in_flight
         self.counts = Counts()
         self.in_flight = 0
+        self.knows_ends = True
         self.homes: list[Home] = []
         self._in_use: Cargo | None = None  # given out last, and used by an op that may not be over
         self._leaving: collections.deque[Cargo] = collections.deque()
@@ -119,10 +121,25 @@ class Mover:
             self._leaving.popleft()
             self._let_go(cargo)
 
-    def settle_recalled(self) -> None:
-        """Let go of what was recalled and read by now; the compute stream waits for those copies out."""
-        for cargo in [cargo for cargo in self._leaving if cargo.state is RELEASED]:
-            self.let_go(cargo)
+    def settle_recalled(self, coming: int | None = None) -> None:
+        """Let go of what was recalled and read by now and whose copy out is over, oldest first.
+
+        Args:
+            coming: bytes of the forward that is read next which have come back. With them what is left stays within the
+                bound: the compute stream waits for the oldest copies. In a CUDA graph, where nobody knows whether a copy
+                is over, it waits for all. ``None``: it waits for none.
+        """
+        read = [cargo for cargo in self._leaving if cargo.state is RELEASED]
+        held = sum([cargo.copied for cargo in read])
+        for cargo in read:
+            assert cargo.out is not None
+            if not (self.knows_ends and cargo.out.ended.is_over()):
+                if coming is None or (self.knows_ends and held + coming <= self.max_in_flight):
+                    break  # copies out end in their order
+                self.transfer.block_compute(cargo.out.ended)
+            held -= cargo.copied
+            self._leaving.remove(cargo)
+            self._let_go(cargo)
 
     def let_go(self, cargo: Cargo) -> None:
         """Let go of one cargo's device memory, after its copy out."""
@@ -240,13 +257,7 @@ class Mover:
             self.finish_use()  # of two that are given out to one op
             self._in_use = cargo
         if self._leaving:
-            self._settle_read()
-
-    def _settle_read(self) -> None:
-        """Let go of what was recalled and read by now and whose copy out is over."""
-        for cargo in [cargo for cargo in self._leaving if cargo.state is RELEASED]:
-            if cargo.out is not None and cargo.out.ended.is_over():
-                self.let_go(cargo)
+            self.settle_recalled()
 
     def begin_use(self) -> None:
         """A slot is being given out."""

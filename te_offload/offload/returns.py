@@ -14,7 +14,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from te_offload.offload.record import BACKWARD_BEGINS
-from te_offload.offload.states import LEAVING, ON_HOST
+from te_offload.offload.states import LEAVING, ON_HOST, RETURNING
 
 if TYPE_CHECKING:
     from te_offload.offload.mover import Mover
@@ -71,7 +71,8 @@ class Returns:
         self._mover.finish_use()  # of the forward that was read before
         if not self.reads:
             self._mover.note(BACKWARD_BEGINS)
-        self._mover.settle_recalled()
+        coming = [cargo.copied for cargo in visit.cargos if cargo.state is ON_HOST or cargo.state is RETURNING]
+        self._mover.settle_recalled(sum(coming))
         visit.needed = free = self._mover.transfer.mark()
         self.reads.append(visit)
         self._ahead -= visit.ahead

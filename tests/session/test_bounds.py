@@ -19,6 +19,7 @@ from te_offload.offload.returns import Returns
 from te_offload.offload.states import ON_HOST, RELEASED, RETURNED, RETURNING
 from te_offload.offload.timeline import Bounds
 from te_offload.offload.visit import LayerVisit
+from tests.session.test_captured_step import CheckedTransfer
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.late_copies import LateTransfer
 from tests.support.mlp import assert_same_bits, run
@@ -111,25 +112,75 @@ def test_no_more_than_the_bound_waits_for_its_copy_out_but_one_slot(
         assert record.bytes_back >= 4 * LAYER - max(bound, max(SLOTS))
 
 
-def test_what_was_read_before_it_had_left_is_let_go_before_the_next_forward_is_read(
+def test_nothing_waits_for_copies_out_of_what_was_read_before_it_had_left_where_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    transfer = LateTransfer()
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: transfer)
+    expected, model = run(Stack(3), SPLITS), Stack(3)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight="1GiB") as session:
+        with session.step():
+            assert_same_bits(expected, run(model, SPLITS))
+            assert session._engine is not None
+            mover = session._engine.mover
+            assert len(transfer.out) == len(mover._leaving) == 3 * len(SLOTS)
+            assert not any(copy.done for copy in transfer.out)
+        assert all(copy.done for copy in transfer.out) and not mover._leaving and mover.in_flight == 0
+    assert session.records[-1].bytes_out == 3 * LAYER and session.records[-1].bytes_back == 0
+
+
+@pytest.mark.parametrize("bound", [0, SLOTS[1] + SLOTS[2], LAYER, LAYER + SLOTS[2], 2 * LAYER, 3 * LAYER])
+def test_what_was_read_before_it_had_left_and_what_has_come_back_next_stay_within_the_bound(
+    monkeypatch: pytest.MonkeyPatch, bound: int
+) -> None:
     monkeypatch.setattr(engine_module, "make_transfer", lambda *_: LateTransfer())
-    leaving: list[tuple[int, int]] = []
+    waited: list[bool] = []
 
     class Looking(Returns):
         def read(self, visit: LayerVisit) -> None:
-            read = sum(cargo.state is RELEASED for cargo in self._mover._leaving)
+            coming = sum(cargo.copied for cargo in visit.cargos if cargo.state in (ON_HOST, RETURNING))
+            before = self._held()
             super().read(visit)
-            leaving.append((read, sum(cargo.state is RELEASED for cargo in self._mover._leaving)))
+            assert self._held() == 0 or self._held() + coming <= bound
+            assert self._held() == before or before + coming > bound  # else nothing had to wait
+            waited.append(self._held() < before)
+
+        def _held(self) -> int:
+            return sum(cargo.copied for cargo in self._mover._leaving if cargo.state is RELEASED)
+
+    monkeypatch.setattr(engine_module, "Returns", Looking)
+    expected, model = run(Stack(5), SPLITS), Stack(5)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=bound) as session, session.step():
+        assert_same_bits(expected, run(model, SPLITS))
+    record = session.records[-1]
+    assert record.bytes_out == 5 * LAYER and 0 < record.bytes_back < 5 * LAYER
+    assert len(waited) == 5 and any(waited)
+
+
+def test_in_a_graph_s_capture_all_that_was_read_is_waited_for_before_the_next_forward_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transfer = CheckedTransfer()
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: transfer)
+    monkeypatch.setattr(OffloadSession, "_is_capturing", lambda self: transfer.capturing)
+    held: list[int] = []
+
+    class Looking(Returns):
+        def read(self, visit: LayerVisit) -> None:
+            super().read(visit)
+            held.append(sum(cargo.copied for cargo in self._mover._leaving if cargo.state is RELEASED))
 
     monkeypatch.setattr(engine_module, "Returns", Looking)
     model = Stack(3)
-    with OffloadSession(model.layers, min_bytes=0, max_in_flight="1GiB") as session, session.step():
-        run(model, SPLITS)
-    # layer2's copies out are waited for, with all before them: layer1's are over when its slots have been read
-    assert leaving == [(0, 0), (len(SLOTS), 0), (0, 0)]
-    assert session.records[-1].bytes_out == 3 * LAYER and session.records[-1].bytes_back == 0
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight="1GiB") as session:
+        for number in range(6):
+            held.clear()
+            transfer.capturing = number == 4
+            with session.step():
+                run(model, SPLITS)
+            transfer.capturing = False
+            assert held == ([0, 0, 0] if number == 4 else [0, LAYER, 2 * LAYER])
+        assert session.records[-1].bytes_out == 3 * LAYER
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, (1234, 5678)), (4096, (4096, 4096))])
