@@ -3,7 +3,8 @@
 In: cargos. Out: device memory for them. Keeps true: every copy out comes after its producer, every copy back after its
 own copy out and after the work that may still use its new memory; a saved tensor is held until its copy out is over;
 bytes held only for a copy out stay within the bound (the compute stream waits for the oldest copy first), but for one
-cargo; with those read before they had left count the bytes of the forward that is read next. Does not: choose what moves, or when it comes back (returns.py does).
+cargo; beside what was read before it had left, the bytes of the forward that is read next count too. Does not: choose
+what moves, or when it comes back (returns.py does).
 """
 
 from __future__ import annotations
