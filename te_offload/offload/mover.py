@@ -122,21 +122,19 @@ class Mover:
             self._leaving.popleft()
             self._let_go(cargo)
 
-    def settle_recalled(self, coming: int | None = None) -> None:
+    def settle_recalled(self, room: int | None = None) -> None:
         """Let go of what was recalled and read by now and whose copy out is over, oldest first.
 
         Args:
-            coming: bytes of the forward that is read next which have come back. With them what is left stays within the
-                bound: the compute stream waits for the oldest copies. In a CUDA graph, where nobody knows whether a copy
-                is over, it waits for all. ``None``: it waits for none.
+            room: bytes of it that may stay; for more than those the compute stream waits. ``None``: it waits for none.
         """
         read = [cargo for cargo in self._leaving if cargo.state is RELEASED]
         held = sum([cargo.copied for cargo in read])
         for cargo in read:
             assert cargo.out is not None
-            if not (self.knows_ends and cargo.out.ended.is_over()):
-                if coming is None or (self.knows_ends and held + coming <= self.max_in_flight):
-                    break  # copies out end in their order
+            if not cargo.out.ended.is_over():  # nor are those after it: copies out end in their order
+                if room is None or held <= room:
+                    break
                 self.transfer.block_compute(cargo.out.ended)
             held -= cargo.copied
             self._leaving.remove(cargo)

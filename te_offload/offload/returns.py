@@ -71,8 +71,8 @@ class Returns:
         self._mover.finish_use()  # of the forward that was read before
         if not self.reads:
             self._mover.note(BACKWARD_BEGINS)
-        coming = [cargo.copied for cargo in visit.cargos if cargo.state is ON_HOST or cargo.state is RETURNING]
-        self._mover.settle_recalled(sum(coming))
+        back = sum([cargo.copied for cargo in visit.cargos if cargo.state is ON_HOST or cargo.state is RETURNING])
+        self._mover.settle_recalled(self._mover.max_in_flight - back if self._mover.knows_ends else 0)
         visit.needed = free = self._mover.transfer.mark()
         self.reads.append(visit)
         self._ahead -= visit.ahead

@@ -183,6 +183,32 @@ def test_in_a_graph_s_capture_all_that_was_read_is_waited_for_before_the_next_fo
         assert session.records[-1].bytes_out == 3 * LAYER
 
 
+class _Home:
+    """Of no tensors."""
+
+    def place_of(self, begin: int, nbytes: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("homes", [False, True])
+def test_where_layers_are_graphs_all_that_was_read_is_waited_for_before_the_next_forward(
+    monkeypatch: pytest.MonkeyPatch, homes: bool
+) -> None:
+    transfer = LateTransfer()
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: transfer)
+    expected, model = run(Stack(3), SPLITS), Stack(3)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight="1GiB") as session:
+        if homes:
+            session.add_home(_Home())
+        with session.step():
+            for _ in range(2):
+                assert_same_bits(expected, run(model, SPLITS))
+            first, second = transfer.out[: 3 * len(SLOTS)], transfer.out[3 * len(SLOTS) :]
+            assert [copy.done for copy in first] == [homes] * len(first)
+            assert not any(copy.done for copy in second) and len(second) == len(first)
+    assert session.records[-1].bytes_out == 2 * 3 * LAYER and session.records[-1].bytes_back == 0
+
+
 @pytest.mark.parametrize(("given", "expected"), [(None, (1234, 5678)), (4096, (4096, 4096))])
 def test_bounds_that_nobody_gave_are_what_the_last_timed_step_shows(
     monkeypatch: pytest.MonkeyPatch, given: int | None, expected: tuple[int, int]
