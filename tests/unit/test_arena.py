@@ -232,6 +232,28 @@ def test_system_that_refuses_memory_is_remembered_and_not_asked_again(monkeypatc
     assert pool.acquire(1000) is not None
 
 
+@pytest.mark.parametrize("slabs", [1, 2])
+def test_pool_that_the_system_refuses_more_between_steps_has_as_much_as_before(
+    monkeypatch: pytest.MonkeyPatch, slabs: int
+) -> None:
+    make = host_pool._Slab
+
+    def make_small_ones(nbytes: int, **options: Any) -> Any:
+        if nbytes > slabs * 4096:
+            raise OSError("no such memory")
+        return make(nbytes, **options)
+
+    pool = HostPool(limit=None, pinned=False)
+    for _ in range(slabs):
+        assert pool.reserve(4096)
+    monkeypatch.setattr(host_pool, "_Slab", make_small_ones)
+    pool.settle(at_least=1 << 20)
+    assert pool.held_bytes == pool.free_bytes == slabs * 4096
+    assert pool.failure is not None and pool.failure.startswith("no such memory")
+    assert len(lease_of(pool, slabs * 4096).pieces) == 1
+    assert pool.acquire(1) is None
+
+
 def test_memory_given_back_while_a_copy_uses_it_says_so_to_the_next_holder() -> None:
     pool = HostPool(limit=None, pinned=False)
     copy = Copy()
