@@ -70,14 +70,14 @@ class Forecast:
 class _Trip:
     """One slot's way out and back."""
 
-    __slots__ = ("back_done", "left_back", "left_out", "nbytes", "out_done", "queued", "ready")
+    __slots__ = ("back_done", "left_back", "left_out", "nbytes", "out_done", "queued", "ready", "recalled")
 
     def __init__(self, nbytes: int, ready: float) -> None:
         self.nbytes = nbytes
         self.ready = ready
         self.left_out = self.left_back = float(nbytes)
         self.out_done = self.back_done = math.inf
-        self.queued = False
+        self.queued = self.recalled = False
 
 
 class _Links:
@@ -182,17 +182,20 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
 
 
 def _queue(links: _Links, groups: Sequence[Sequence[_Trip]], time: float, room: float, recall: bool) -> None:
-    """Ask for trips back, in the order of the groups, the last one of each first, while there is room."""
-    ahead = sum(trip.nbytes for group in groups for trip in group if trip.queued)
+    """Ask for trips back, in the order of the groups, the last one of each first, while there is room: what is recalled
+    was there all the time, and takes none.
+    """
+    ahead = sum(trip.nbytes for group in groups for trip in group if trip.queued and not trip.recalled)
     for group in groups:
         for trip in reversed(group):
             if trip.queued:
+                continue
+            if recall and trip.out_done > time:
+                trip.queued = trip.recalled = True
+                trip.back_done = time
                 continue
             if ahead and ahead + trip.nbytes > room:
                 return
             trip.queued = True
             ahead += trip.nbytes
-            if recall and trip.out_done > time:
-                trip.back_done = time
-            else:
-                links.back.append(trip)
+            links.back.append(trip)

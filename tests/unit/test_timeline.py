@@ -77,6 +77,14 @@ def test_what_has_not_left_is_read_where_it_is() -> None:
     assert found.step_ms == 6.0 and found.waiting_ms == 0.0
 
 
+def test_what_is_read_where_it_is_takes_no_room_of_what_comes_back() -> None:
+    # layer0 is out from 3 to 8. The backward comes at 9: layer2 and layer1 have not left, layer0 comes back at once beside
+    # their copies out, 9 to 19
+    found = simulate(stack(3, 3.0, 1.0), slots(50, 50, 50), LINK, Bounds(back=50, recall=True))
+    assert found.step_ms == pytest.approx(20.0)
+    assert found.peak_bytes == 150
+
+
 def test_slots_that_stay_count_at_the_peak_only() -> None:
     parcels = {("layer0", 0): [Parcel(70, False)], ("layer1", 0): [Parcel(30, False)]}
     found = simulate(stack(2, 1.0, 1.0), parcels, LINK, Bounds())
