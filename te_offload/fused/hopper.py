@@ -13,8 +13,6 @@ them everywhere and computes in torch arithmetic. Unset is ``1`` where the kerne
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +21,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, SavedTensorModifiedError
-from te_offload.fused import blackwell, parameters, quantized
+from te_offload.fused import blackwell, machine, parameters, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.grads import bias_grads, weight_grads, wide_scales
 from te_offload.fused.kernels.experts import TMA_BYTES
@@ -34,10 +32,6 @@ from te_offload.ops import GroupedLinear, ScaledSReLU, ScaledTanhSReLU, row_chec
 from te_offload.ops.slot_owner import SlotOwner
 
 SWITCH = "TE_OFFLOAD_FUSED_MLP"
-KERNEL_PACKAGES = (
-    ("quack-kernels", "quack", "0.6.5"),
-    ("nvidia-cutlass-dsl", "cutlass", "4.8.1"),
-)  # as in pyproject.toml
 _ALIGNED = 8  # 16-bit elements in TMA's 16 bytes
 _SPLIT_DTYPES = torch.int32, torch.int64
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -52,37 +46,12 @@ def explain(window: Window, recipe: Any = None) -> Support:
     mode = os.environ.get(SWITCH, "1")
     if mode not in ("1", "reference"):
         return Support(False, f"{SWITCH} is {mode}")
-    reason = None if mode == "reference" else _machine_reason(quantizes=recipe is not None)
+    reason = None if mode == "reference" else machine.reason_against(SWITCH, quantizes=recipe is not None)
     reason = reason or _structure_reason(window)
     if reason is None and recipe is not None:
         linears = ("FC1", window.fc1), ("FC2", window.fc2)
         reason = quantized.structure_reason(linears, recipe, reference=mode == "reference")
     return Support(True) if reason is None else Support(False, reason)
-
-
-def _machine_reason(*, quantizes: bool) -> str | None:
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]} is not 9.0 (Hopper)"
-    for package, module, tested in KERNEL_PACKAGES:
-        if importlib.util.find_spec(module) is None:
-            return f"{package} is not installed: pip install 'te-offload[hopper]'"
-        found = _installed(package)
-        if found not in (None, tested) and SWITCH not in os.environ:
-            return f"{package} is {found}, but {tested} was tested; {SWITCH}=1 takes it all the same"
-    if quantizes and importlib.util.find_spec("triton") is None:
-        return "triton, which has the quantizers, is not installed"
-    return None
-
-
-def _installed(package: str) -> str | None:
-    """Its version, if it was installed with its metadata."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _structure_reason(window: Window) -> str | None:

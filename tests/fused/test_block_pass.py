@@ -21,7 +21,7 @@ from transformer_engine.pytorch.tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.storage import float8_blockwise_tensor_storage as te_blockwise_storage
 
 from te_offload import Fate, OffloadSession, SlotName
-from te_offload.fused import find_windows, hopper, quantized
+from te_offload.fused import find_windows, hopper, machine, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
@@ -226,7 +226,7 @@ def test_recipes_may_change_from_step_to_step(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_hopper_has_no_kernels_for_formats_of_blackwell(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.setenv(hopper.SWITCH, "1")
-    monkeypatch.setattr(hopper, "_machine_reason", lambda **_: None)
+    monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
     (window,) = find_windows(list(mlp()))
     support = hopper.explain(window, RECIPES[recipe])
     assert not support.ok and "Hopper has no tensor cores for" in str(support.reason)

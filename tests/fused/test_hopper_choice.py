@@ -12,7 +12,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload import OffloadSession
-from te_offload.fused import Fusion, Support, blackwell, find_windows, hopper
+from te_offload.fused import Fusion, Support, blackwell, find_windows, hopper, machine
 from te_offload.fused.calls import calls_of
 from tests.support.mlp import make_inputs, make_mlp, run
 
@@ -34,7 +34,7 @@ def test_switch_keeps_windows_unfused_and_is_on_without_one(monkeypatch: pytest.
     monkeypatch.setenv(hopper.SWITCH, "0")
     assert hopper.explain(window).reason == "TE_OFFLOAD_FUSED_MLP is 0"
     monkeypatch.delenv(hopper.SWITCH)
-    monkeypatch.setattr(hopper, "_machine_reason", lambda **_: None)
+    monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
     assert hopper.explain(window).ok
 
 
@@ -97,6 +97,7 @@ def test_machine_without_kernels_says_what_it_lacks(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(machine, "_import_error", lambda module: None)
     support = hopper.explain(next(find_windows(list(mlp()))))
     assert support.ok == (not reason) and reason in support.reason
 
@@ -119,13 +120,30 @@ def test_kernels_of_another_version_are_used_only_if_told_to(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    versions = {name: tested for name, _, tested in hopper.KERNEL_PACKAGES} | {"quack-kernels": found}
-    monkeypatch.setattr(hopper, "_installed", versions.get)
+    monkeypatch.setattr(machine, "_import_error", lambda module: None)
+    versions = {name: tested for name, _, tested in machine.KERNEL_PACKAGES} | {"quack-kernels": found}
+    monkeypatch.setattr(machine, "_installed", versions.get)
     support = hopper.explain(next(find_windows(list(mlp()))))
     assert support.ok == (not reason) and support.reason == reason
 
 
+def test_kernels_whose_package_is_there_but_broken_leave_windows_unfused_with_its_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As nvidia-cutlass-dsl without the part for this CUDA."""
+    (tmp_path / "broken_cutlass.py").write_text("raise RuntimeError('No CTK flavor installed')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(hopper.SWITCH, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(machine, "KERNEL_PACKAGES", (("nvidia-cutlass-dsl", "broken_cutlass", "4.8.1"),))
+    module = mlp()
+    hopper.fuse_windows(list(module))
+    broken = "nvidia-cutlass-dsl is installed, but cannot be imported: RuntimeError: No CTK flavor installed"
+    assert f"Hopper: {broken}" in calls_of(module[0]).reason
+
+
 def test_versions_that_were_tested_are_those_of_the_extra() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    for package, _, tested in hopper.KERNEL_PACKAGES:
+    for package, _, tested in machine.KERNEL_PACKAGES:
         assert re.search(rf'"{package}(\[\w+\])?=={re.escape(tested)}"', text), package
