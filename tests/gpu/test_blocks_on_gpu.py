@@ -142,6 +142,7 @@ def test_weights_that_are_fp8_already_give_the_bits_of_those_quantized_now(colum
     assert_all_fused(module)
 
 
+@pytest.mark.usefixtures("copies_out_end")
 def test_offloading_changes_no_bit_and_two_runs_give_the_same() -> None:
     runs = []
     for _ in range(2):
@@ -160,7 +161,7 @@ def test_offloading_changes_no_bit_and_two_runs_give_the_same() -> None:
     assert rows[SlotName.FC1_INPUT] == (Fate.OFFLOADED, TOKENS * HIDDEN + scales, "FP8 by blocks by column")
     assert rows[SlotName.ACT_INPUT] == (Fate.OFFLOADED, TOKENS * FFN * 2, "bf16")
     assert rows[SlotName.FC2_INPUT][0] is Fate.RECOMPUTED
-    assert record.bytes_out >= record.bytes_back > 0
+    assert record.bytes_out == record.bytes_back > 0
 
 
 def test_rows_of_no_expert_are_zero_and_change_nothing() -> None:

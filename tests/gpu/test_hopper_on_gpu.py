@@ -299,6 +299,7 @@ def test_single_grouped_weight_gives_the_bits_of_separate_ones(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("where", ["separate weights", "one grouped weight"])
+@pytest.mark.usefixtures("copies_out_end")
 def test_offloading_changes_no_bit_and_moves_two_slots(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
     options: dict[str, Any] = {"single_grouped_weight": True} if where == "one grouped weight" else {}

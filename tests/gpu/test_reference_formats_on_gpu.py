@@ -45,6 +45,7 @@ def test_results_are_near_those_without_quantization(monkeypatch: pytest.MonkeyP
 
 
 @EVERY
+@pytest.mark.usefixtures("copies_out_end")
 def test_offloading_changes_no_bit_and_moves_the_bytes_that_the_backward_reads(recipe: str) -> None:
     expected, module = step(mlp(), recipe), mlp()
     with OffloadSession(module, min_bytes=0, max_in_flight=0, verify=True) as session:
@@ -56,4 +57,4 @@ def test_offloading_changes_no_bit_and_moves_the_bytes_that_the_backward_reads(r
     rows = {row.slot: (row.fate, row.nbytes) for row in record.slots}
     assert rows[SlotName.FC1_INPUT] == (Fate.OFFLOADED, bytes_by_column(recipe, HIDDEN))
     assert rows[SlotName.ACT_INPUT] == (Fate.OFFLOADED, sum(SPLITS) * FFN * 2)
-    assert record.bytes_out >= record.bytes_back > 0
+    assert record.bytes_out == record.bytes_back > 0

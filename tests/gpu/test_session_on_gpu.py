@@ -233,6 +233,7 @@ def test_device_memory_is_not_reused_while_a_copy_out_reads_it(monkeypatch: pyte
     assert session.records[-1].bytes_out > 0
 
 
+@pytest.mark.usefixtures("copies_out_end")
 def test_host_memory_is_not_overwritten_while_a_copy_back_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     copy_back = CudaTransfer.copy_back
 
@@ -253,6 +254,7 @@ def test_host_memory_is_not_overwritten_while_a_copy_back_reads_it(monkeypatch: 
     assert session.records[-1].bytes_back > 0
 
 
+@pytest.mark.usefixtures("copies_out_end")
 def test_memory_brought_back_for_nobody_is_not_reused_too_early() -> None:
     model = Stack(4)
     x, sizes, scales = make_inputs(SPLITS["ragged"], HIDDEN, device="cuda", dtype=torch.bfloat16)
