@@ -1,11 +1,17 @@
-"""Steps computed by hand."""
+"""Steps computed by hand, and steps that a card took."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from te_offload.offload.timeline import Bounds, Link, Parcel, Work, simulate
 
+RECORDS = Path(__file__).parents[2] / "docs/results/data/2026-11-23-h200-recall-records.json"
+SEEN: dict[str, Any] = json.loads(RECORDS.read_text())
 LINK = Link(out=10.0, back=10.0, out_duplex=5.0, back_duplex=5.0)  # bytes a millisecond
 
 
@@ -89,3 +95,13 @@ def test_slots_that_stay_count_at_the_peak_only() -> None:
     parcels = {("layer0", 0): [Parcel(70, False)], ("layer1", 0): [Parcel(30, False)]}
     found = simulate(stack(2, 1.0, 1.0), parcels, LINK, Bounds())
     assert (found.step_ms, found.peak_bytes, found.host_bytes) == (4.0, 100, 0)
+
+
+@pytest.mark.parametrize("row", SEEN["rows"], ids=[row["way"] for row in SEEN["rows"]])
+def test_steps_that_a_card_took_are_predicted(row: dict[str, Any]) -> None:
+    work = [Work((layer, 0), backward, ms) for layer, backward, ms in row["work"]]
+    parcels = {(layer, 0): [Parcel(nbytes, goes) for nbytes, goes in slots] for layer, slots in row["slots"]}
+    out, back = row["bounds"]
+    found = simulate(work, parcels, Link(*SEEN["link"]), Bounds(out, back, recall=True))
+    assert found.step_ms == pytest.approx(row["ms"], rel=0.02)
+    assert found.peak_bytes == pytest.approx(row["peak_resident"], rel=0.04)
