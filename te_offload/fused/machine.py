@@ -43,7 +43,8 @@ def reason_against(switch: str, *, quantizes: bool) -> str | None:
             return f"{package} is installed, but cannot be imported: {error}"
     if quantizes and importlib.util.find_spec("triton") is None:
         return "triton, which has the quantizers, is not installed"
-    return None
+    error = _import_error("triton") if quantizes else None
+    return None if error is None else f"triton, which has the quantizers, cannot be imported: {error}"
 
 
 def _installed(package: str) -> str | None:
