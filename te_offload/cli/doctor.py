@@ -18,10 +18,11 @@ from rich.table import Table
 from transformer_engine.common import recipe as te_recipe
 
 from te_offload import ops
-from te_offload.errors import UnsupportedError, UnsupportedReleaseError
+from te_offload.errors import CaptureError, UnsupportedError, UnsupportedReleaseError
 from te_offload.fused import Window, blackwell, hopper
 from te_offload.graphs.collectives import conflict
 from te_offload.graphs.layers.virtual import CudaVirtualMemory
+from te_offload.offload.allocator import check_captures
 from te_offload.ops import te_adapter
 from te_offload.report.as_json import SCHEMA
 from te_offload.units import format_bytes
@@ -85,6 +86,7 @@ def _gpu_findings() -> Iterator[Finding]:
         taken = te_adapter.grouped_path_supported(recipe, torch.bfloat16)
         no = f"{cublas}, compute capability {major}.{minor}: the split path runs, a GEMM an expert, not capturable"
         yield Finding(what, taken, cublas if taken else no)
+    yield _allocator_finding()
     yield Finding("pinned memory", torch.empty(1, pin_memory=True).is_pinned(), "page-locked host memory for copies")
     what = "memory back under CUDA graphs"
     try:
@@ -94,6 +96,14 @@ def _gpu_findings() -> Iterator[Finding]:
         yield Finding(what, False, f"{error} Graphs of layers keep all of their memory.")
     hangs = conflict(os.environ)
     yield Finding("collectives in CUDA graphs", hangs is None, hangs or "no setting is known against them")
+
+
+def _allocator_finding() -> Finding:
+    try:
+        check_captures(torch.device("cuda"))
+    except CaptureError as error:
+        return Finding("torch's native allocator", False, f"{error} Sessions work.")
+    return Finding("torch's native allocator", True, "CUDA graphs can be captured")
 
 
 def _fused_findings() -> Iterator[Finding]:

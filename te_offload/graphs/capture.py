@@ -32,6 +32,7 @@ from te_offload.graphs.residents import Residents
 from te_offload.graphs.signature import Kind, Signature
 from te_offload.graphs.states import CaptureState, change
 from te_offload.graphs.weak import Lease, WeakOutput
+from te_offload.offload.allocator import check_captures
 from te_offload.offload.engine import GROWTH_STEPS
 from te_offload.offload.session import OffloadSession
 from te_offload.ops import row_check
@@ -396,6 +397,7 @@ class Capture:
         recording: Recording | None = None
         try:
             check_process_groups()
+            check_captures(self._backend.device)
             self._rows = RowCheck(self._backend.device)
             if self._boxed is not None:
                 self._owned = self._boxed.owned(list(self._inputs))

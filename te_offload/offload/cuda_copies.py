@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from te_offload.errors import CopyError
+from te_offload.offload.cuda_runtime import handled, runtime
 
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the direction follows from the addresses
 _FEW = 4  # pieces up to which single calls take the host less time
@@ -44,10 +45,8 @@ class Copier:
 
     def __init__(self, device_index: int) -> None:
         self._index = device_index
-        major = (torch.version.cuda or "0").split(".")[0]
-        self._runtime = ctypes.CDLL(f"libcudart.so.{major}")  # torch's own, loaded already
-        self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
-        self._single = self._runtime.cudaMemcpyAsync
+        library = runtime()
+        self._single = library.cudaMemcpyAsync
         self._single.argtypes = (
             ctypes.c_void_p,
             ctypes.c_void_p,
@@ -55,10 +54,10 @@ class Copier:
             ctypes.c_int,
             ctypes.c_void_p,
         )
-        self.batches = int(major) >= 13
+        self.batches = int((torch.version.cuda or "0").split(".")[0]) >= 13
         self.one_by_one = False  # even where there are batches
         if self.batches:
-            self._batch = self._runtime.cudaMemcpyBatchAsync
+            self._batch = library.cudaMemcpyBatchAsync
         self._attributes = _Attributes(_ORDERED_BY_STREAM, _Location(0, 0), _Location(0, 0), 0)
         self._first = (ctypes.c_size_t * 1)(0)
 
@@ -101,5 +100,4 @@ class Copier:
 
     def _check(self, error: int, count: int, nbytes: int) -> None:
         if error:
-            text = self._runtime.cudaGetErrorString(error).decode()
-            raise CopyError(f"CUDA refused {count} copies of {nbytes} bytes together: {text} (error {error}).")
+            raise CopyError(f"CUDA refused {count} copies of {nbytes} bytes together: {handled(error)}.")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from te_offload.offload.allocator import joins_storages
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.extents import ALIGNMENT, Run, Runs, Strip, find_runs, lone, lone_runs, storage_key, strips_of
 from te_offload.offload.host_pool import HostPool
@@ -116,7 +117,7 @@ class Load:
                 strip, self.runs = lone(self.tensors[0])
                 self.strips, self.bases = [strip], [0]
             else:
-                across = device.type == "cuda"
+                across = joins_storages(device.type)
                 self.strips = strips_of(self.tensors, across_storages=across)
                 self.bases = [0] * len(self.strips)
                 self.runs = find_runs(self.strips, across_storages=across)
@@ -394,7 +395,7 @@ def _as_one(loads: list[Load], device: torch.device) -> Load:
         return loads[0]
     first = Load(loads[0].entry, [handle for load in loads for handle in load.handles])
     first.others, first.last = loads[1:], loads[-1].entry
-    across = device.type == "cuda"
+    across = joins_storages(device.type)
     if False not in [load.contiguous for load in loads]:
         begins, lengths = [tensor.data_ptr() for tensor in first.tensors], [load.entry.nbytes for load in loads]
         if 0 not in lengths and not any(map(ALIGNMENT.__rmod__, begins)):

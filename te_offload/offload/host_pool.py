@@ -17,6 +17,7 @@ import torch
 from te_offload.errors import StateError
 from te_offload.offload import numa
 from te_offload.offload.arena import Arena, Block, aligned
+from te_offload.offload.cuda_runtime import handled
 from te_offload.offload.extents import ALIGNMENT
 from te_offload.offload.transfer import Mark
 from te_offload.units import format_bytes
@@ -40,7 +41,7 @@ class _Slab:
         if pinned:
             error = int(torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0))
             if error:
-                raise OSError(f"CUDA error {error} while page-locking {format_bytes(nbytes)}")
+                raise OSError(f"CUDA did not page-lock {format_bytes(nbytes)}: {handled(error)}")
             unpin = weakref.finalize(self, _unregister, self.memory)
             unpin.atexit = False  # type: ignore[misc]  # the driver is gone by then
             self._unpin = unpin
@@ -52,7 +53,9 @@ class _Slab:
 
 
 def _unregister(memory: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    error = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+    if error:  # the memory goes all the same
+        handled(error)
 
 
 class Lease:

@@ -15,6 +15,8 @@ import weakref
 
 import torch
 
+from te_offload.offload.cuda_runtime import handled, runtime
+
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the default stream
 
 
@@ -47,11 +49,9 @@ def _spare(device: int) -> list[int]:
 
 
 def _create(device: int) -> int:
-    major = (torch.version.cuda or "0").split(".")[0]
-    runtime = ctypes.CDLL(f"libcudart.so.{major}")  # torch's own, loaded already
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        error = runtime.cudaStreamCreateWithFlags(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING))
+        error = runtime().cudaStreamCreateWithFlags(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING))
     if error or not handle.value:
-        raise RuntimeError(f"CUDA made no stream on GPU {device}: error {error}.")
+        raise RuntimeError(f"CUDA made no stream on GPU {device}: {handled(error)}.")
     return handle.value

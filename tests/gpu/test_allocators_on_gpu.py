@@ -1,4 +1,4 @@
-"""Torch's other device allocators: memory in expandable segments, as torchtitan trains, and CUDA's own pools."""
+"""Torch's other device allocators: memory in expandable segments, as torchtitan trains, CUDA's own pools, and no cache."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ import pytest
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 ALLOCATORS = pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:cudaMallocAsync"])
+EXAMPLES = pytest.mark.parametrize(
+    ("example", "captured", "count"),
+    [("examples.capture_step", "; captured; ", 1), ("examples.capture_layers", ": captured, ", 4)],
+    ids=["step", "layers"],
+)
 
 
 def run_under(setting: str, *command: str) -> str:
@@ -37,13 +42,19 @@ def test_demo_trains_with_equal_bits(setting: str, tmp_path: Path) -> None:
     assert "offloaded" in text
 
 
-@ALLOCATORS
-def test_captured_step_trains(setting: str) -> None:
-    text = run_under(setting, "examples.capture_step")
-    assert "; captured; " in text and " 0 bytes" not in text
+@EXAMPLES
+def test_steps_and_layers_are_captured_in_expandable_segments(example: str, captured: str, count: int) -> None:
+    text = run_under("expandable_segments:True", example)
+    assert text.count(captured) == count and "; 0 bytes" not in text, text
 
 
-@ALLOCATORS
-def test_layers_as_graphs_train_and_offload(setting: str) -> None:
-    text = run_under(setting, "examples.capture_layers")
-    assert text.count(": captured, ") == 4 and "; 0 bytes" not in text, text
+@EXAMPLES
+def test_steps_and_layers_run_eagerly_with_cudas_pools_and_say_so(example: str, captured: str, count: int) -> None:
+    text = run_under("backend:cudaMallocAsync", example)
+    assert text.count("torch's allocator is cudaMallocAsync") == count and "; 0 bytes" not in text, text
+
+
+def test_demo_trains_with_equal_bits_where_nothing_is_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    text = run_under("", "te_offload", "demo", "--device", "cuda", "--steps", "2", "--out", str(tmp_path))
+    assert "offloaded" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from te_offload.errors import (
 from te_offload.graphs import Capture, CaptureState, Pool, backend, capture
 from te_offload.graphs.backend import CudaBackend
 from te_offload.graphs.states import TRANSITIONS, change
+from te_offload.offload import allocator
 from te_offload.ops import row_check
 from tests.support.fake_graphs import FakeBackend
 
@@ -431,3 +433,14 @@ def test_captures_of_a_thread_share_a_stream_and_other_threads_have_another(monk
         elsewhere = threads.submit(CudaBackend, device, None).result()
     assert one._stream is other._stream is alone._stream is not elsewhere._stream
     assert made == [index, index]
+
+
+def test_nothing_is_captured_with_another_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = allocator.check_captures  # of a GPU, which this machine has not
+    module = sys.modules["te_offload.graphs.capture"]
+    monkeypatch.setattr(module, "check_captures", lambda _: check(torch.device("cuda")))
+    monkeypatch.setattr("torch.cuda.get_allocator_backend", lambda: "cudaMallocAsync")
+    captured, backend = make(double, torch.zeros(2))
+    assert [captured(torch.full((2,), float(i))).tolist() for i in range(3)] == [[2.0 * i] * 2 for i in range(3)]
+    assert captured.state is CaptureState.EAGER and "torch's allocator is cudaMallocAsync" in str(captured.reason)
+    assert "begin" not in backend.log

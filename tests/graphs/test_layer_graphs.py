@@ -17,6 +17,8 @@ from te_offload.errors import (
     InputMismatchError,
 )
 from te_offload.graphs import CaptureState, LayerGraphs, capture_layers
+from te_offload.graphs.layers.pool import segment_lengths
+from te_offload.offload import allocator
 from tests.support import toy_layer
 from tests.support.toy_layer import FakeGround, Machine, Toy, install
 
@@ -402,6 +404,29 @@ def test_layer_is_not_captured_where_its_collectives_would_hang(
         for x in batches(3):
             assert torch.equal(run(eager, x), run(stack, x)) and same(eager, stack)
         assert "NCCL_GRAPH_REGISTER=0" in graphs.report() and "replay" not in machine.log
+
+
+def test_layer_is_not_captured_with_another_allocator(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = allocator.check_captures  # of a GPU, which this machine has not
+    monkeypatch.setattr("te_offload.graphs.layers.scope.check_captures", lambda _: check(torch.device("cuda")))
+    monkeypatch.setattr("torch.cuda.get_allocator_backend", lambda: "cudaMallocAsync")
+    eager, stack = layers(machine, 1), layers(machine, 1)
+    with capture_layers(stack, warmup=1) as graphs:
+        for x in batches(3):
+            assert torch.equal(run(eager, x), run(stack, x)) and same(eager, stack)
+        assert "torch's allocator is cudaMallocAsync" in graphs.report() and "replay" not in machine.log
+
+
+def test_segments_of_a_rehearsal_are_those_that_a_graph_will_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small allocations come from segments of 2 MiB, but in expandable segments from one of any length."""
+
+    def lengths(*segments: tuple[str, int]) -> list[int]:
+        snapshot = [{"segment_type": kind, "total_size": mib << 20} for kind, mib in segments]
+        monkeypatch.setattr("torch.cuda.memory_snapshot", lambda handle: snapshot if handle == (0, 7) else None)
+        return [length >> 20 for length in segment_lengths((0, 7))]
+
+    assert lengths(("small", 2), ("large", 20), ("small", 2)) == [2, 20, 2]
+    assert lengths(("small", 6), ("large", 40)) == [2, 2, 2, 2, 2, 2, 40]
 
 
 def test_close_gives_forward_and_memory_back_but_not_under_a_living_tensor(machine: Machine) -> None:

@@ -132,7 +132,7 @@ def test_strip_does_not_cross_from_one_segment_of_the_allocator_into_the_next() 
     assert len(strips_of([before, base[border : border + 512]])) == 1
 
 
-def _storages_side_by_side(count: int, nbytes: int) -> list[torch.Tensor]:
+def storages_side_by_side(count: int, nbytes: int) -> list[torch.Tensor]:
     """Each with a storage of its own, one behind the other from the begin of a segment on, as on a GPU."""
     base = torch.zeros(SEGMENT + count * nbytes, dtype=torch.uint8)
     first = -base.data_ptr() % SEGMENT
@@ -141,24 +141,24 @@ def _storages_side_by_side(count: int, nbytes: int) -> list[torch.Tensor]:
     return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
 
 
-def test_storages_side_by_side_in_one_segment_are_one_strip() -> None:
-    tensors = _storages_side_by_side(5, 512)
+def teststorages_side_by_side_in_one_segment_are_one_strip() -> None:
+    tensors = storages_side_by_side(5, 512)
     assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 5
     assert [list(found.members) for found in strips_of(tensors)] == [[0, 1, 2, 3, 4]]
     longer = [tensors[0], tensors[1][:256], *tensors[2:]]  # of two sizes, and a gap
     assert [list(found.members) for found in strips_of(longer)] == [[0, 1], [2, 3, 4]]
 
 
-def test_storages_side_by_side_on_the_cpu_are_a_strip_each() -> None:
-    tensors = _storages_side_by_side(3, 512)
+def teststorages_side_by_side_on_the_cpu_are_a_strip_each() -> None:
+    tensors = storages_side_by_side(3, 512)
     one = torch.zeros(1024, dtype=torch.uint8)
     assert len(strips_of(tensors, across_storages=False)) == 3
     assert len(strips_of([tensors[0][:256], *tensors[1:]], across_storages=False)) == 3
     assert len(strips_of([one[:256], one[256:512]], across_storages=False)) == 1
 
 
-def test_storages_side_by_side_are_a_strip_a_segment() -> None:
-    tensors = _storages_side_by_side(6, SEGMENT // 4)
+def teststorages_side_by_side_are_a_strip_a_segment() -> None:
+    tensors = storages_side_by_side(6, SEGMENT // 4)
     assert [list(found.members) for found in strips_of(tensors)] == [[0, 1, 2, 3], [4, 5]]
 
 

@@ -98,8 +98,19 @@ class SegmentPool:
 
 
 def segment_lengths(handle: Any) -> list[int]:
-    """Those of the segments that a pool of torch's has."""
-    return [segment["total_size"] for segment in torch.cuda.memory_snapshot(handle)]
+    """Those of the segments that a graph needs which needed what lies in a pool of torch's.
+
+    With `expandable_segments` all that is small lies in one segment of any length; memory of ours is handed out in segments
+    of 2 MiB, each of which holds more than 1 MiB of it before another one is needed.
+    """
+    lengths: list[int] = []
+    for segment in torch.cuda.memory_snapshot(handle):
+        length = segment["total_size"]
+        if segment["segment_type"] == "small" and length > _SMALL_SEGMENT:
+            lengths += [_SMALL_SEGMENT] * -(-length // _SMALL)
+        else:
+            lengths.append(length)
+    return lengths
 
 
 class _Provider:

@@ -12,6 +12,7 @@ import itertools
 import torch
 
 from te_offload.errors import UnsupportedError
+from te_offload.offload.cuda_runtime import handled, runtime
 
 
 class ResidentMemory:
@@ -26,8 +27,7 @@ class ResidentMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        major = (torch.version.cuda or "0").split(".")[0]
-        self._runtime = ctypes.CDLL(f"libcudart.so.{major}")  # torch's own, loaded already
+        self._runtime = runtime()
         self._numbers = itertools.count(1)
         self._whole: dict[int, int] = {}
 
@@ -38,7 +38,7 @@ class ResidentMemory:
             code = self._runtime.cudaMalloc(ctypes.byref(whole), ctypes.c_size_t(nbytes + self.granule))
         if code or whole.value is None:
             raise torch.OutOfMemoryError(
-                f"No {nbytes} bytes of GPU memory are left for the layers' graphs (error {code})."
+                f"No {nbytes} bytes of GPU memory are left for the layers' graphs: {handled(code)}."
             )
         address = -(-whole.value // self.granule) * self.granule
         self._whole[address] = whole.value
@@ -48,7 +48,7 @@ class ResidentMemory:
         """See `VirtualMemory.free`."""
         code = self._runtime.cudaFree(ctypes.c_void_p(self._whole.pop(address)))
         if code:
-            raise UnsupportedError(f"cudaFree failed: error {code}.")
+            raise UnsupportedError(f"cudaFree failed: {handled(code)}.")
 
     def create(self, nbytes: int) -> int | None:
         """See `VirtualMemory.create`."""

@@ -26,6 +26,7 @@ from te_offload.graphs.layers.pair import Flight, GraphPair
 from te_offload.graphs.residents import Residents
 from te_offload.graphs.signature import Kind, Signature
 from te_offload.graphs.states import CaptureState, change
+from te_offload.offload.allocator import check_captures
 from te_offload.ops import row_check, te_adapter
 from te_offload.slots import SlotObserver
 
@@ -158,6 +159,7 @@ class LayerScope:
         pair: GraphPair | None = None
         try:
             check_process_groups()
+            check_captures(self._ground.device)
             signature = Signature.of(args, kwargs, (), self._ground.device)
             moving = [number for number, leaf in enumerate(signature.leaves) if leaf.kind is Kind.MOVES]
             structure = pytree.tree_structure((tuple(args), dict(kwargs)))
