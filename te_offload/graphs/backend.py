@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from te_offload.graphs.recovery import recover
+from te_offload.offload.allocator import is_native
 from te_offload.offload.streams import new_stream
 
 Function = Callable[[], Any]
@@ -97,8 +98,10 @@ class Pool:
 
     @classmethod
     def kept(cls, device: torch.device) -> Pool:
-        """A new one whose memory stays as long as this object, also when its graphs are gone."""
-        if device.type != "cuda":
+        """A new one whose memory stays as long as this object, also when its graphs are gone. An empty one where none are
+        captured (`check_captures`).
+        """
+        if device.type != "cuda" or not is_native():
             return cls()
         keeper = torch.cuda.MemPool()
         return cls(keeper.id, keeper)

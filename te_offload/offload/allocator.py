@@ -23,12 +23,12 @@ _NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 @functools.cache
 def joins_storages(device_type: str) -> bool:
     """Whether tensors of two storages that lie side by side, less than 512 bytes apart, may be one copy."""
-    return device_type == "cuda" and not os.environ.get(_NO_CACHE) and backend() == _NATIVE
+    return device_type == "cuda" and not os.environ.get(_NO_CACHE) and is_native()
 
 
-def backend() -> str:
-    """Its name: ``"native"``, ``"cudaMallocAsync"``, or that of a pluggable one."""
-    return str(torch.cuda.get_allocator_backend())
+def is_native() -> bool:
+    """Whether it is torch's own: not ``"cudaMallocAsync"``, or a pluggable one."""
+    return torch.cuda.get_allocator_backend() == _NATIVE
 
 
 def check_captures(device: torch.device) -> None:
@@ -37,9 +37,9 @@ def check_captures(device: torch.device) -> None:
     Raises:
         CaptureError: with this allocator a capture that fails would end the process.
     """
-    if device.type == "cuda" and backend() != _NATIVE:
+    if device.type == "cuda" and not is_native():
+        name = torch.cuda.get_allocator_backend()
         raise CaptureError(
-            f"torch's allocator is {backend()}: graphs share and give back memory in ways that only the native one has, "
-            "and with cudaMallocAsync a capture that failed was seen to end the process. Leave backend:... out of "
-            "PYTORCH_ALLOC_CONF."
+            f"torch's allocator is {name}: graphs share and give back memory in ways that only the native one has, and with "
+            "cudaMallocAsync a capture that failed was seen to end the process. Leave backend:... out of PYTORCH_ALLOC_CONF."
         )

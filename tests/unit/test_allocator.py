@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from te_offload.errors import CaptureError, CopyError
+from te_offload.graphs import Pool
 from te_offload.offload import allocator, cuda_copies, cuda_runtime, host_pool
 from te_offload.offload.decide import Load
 from tests.unit.test_extents import storages_side_by_side
@@ -100,3 +101,11 @@ def test_host_memory_that_cuda_does_not_lock_leaves_no_error_behind(runtime: Run
     assert runtime.last == 0
     host_pool._unregister(torch.zeros(1))
     assert runtime.last == 0
+
+
+def test_pool_that_would_keep_memory_is_not_asked_for_where_nothing_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(torch.cuda, "MemPool", None)
+    assert Pool.kept(GPU).handle is None
