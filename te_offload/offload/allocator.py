@@ -40,6 +40,7 @@ def check_captures(device: torch.device) -> None:
     if device.type == "cuda" and not is_native():
         name = torch.cuda.get_allocator_backend()
         raise CaptureError(
-            f"torch's allocator is {name}: graphs share and give back memory in ways that only the native one has, and with "
-            "cudaMallocAsync a capture that failed was seen to end the process. Leave backend:... out of PYTORCH_ALLOC_CONF."
+            f"torch's allocator is {name}: graphs share and give back memory in ways that only the native one has, and "
+            "with cudaMallocAsync a capture that failed was seen to end the process. Leave backend:... out of "
+            "PYTORCH_ALLOC_CONF."
         )
