@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from te_offload.cli import app, main
+from te_offload.cli.doctor import _allocator_finding
 from te_offload.ops import te_adapter
 
 
@@ -46,3 +48,10 @@ def test_error_of_ours_is_one_line_and_status_2(
         main()
     assert stop.value.code == 2
     assert "te-offload: --no-offload: 'weights' is no slot" in capsys.readouterr().err
+
+
+def test_doctor_says_what_another_allocator_of_torchs_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _allocator_finding().ok
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    found = _allocator_finding()
+    assert not found.ok and "cudaMallocAsync" in found.detail and found.detail.endswith("Sessions work.")

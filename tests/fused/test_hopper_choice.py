@@ -143,6 +143,17 @@ def test_kernels_whose_package_is_there_but_broken_leave_windows_unfused_with_it
     assert f"Hopper: {broken}" in calls_of(module[0]).reason
 
 
+def test_triton_is_asked_for_only_where_numbers_are_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine, "_import_error", {"triton": "ImportError: no libcuda"}.get)
+    monkeypatch.setattr(machine, "KERNEL_PACKAGES", ())
+    assert machine.reason_against(hopper.SWITCH, quantizes=False) is None
+    broken = "triton, which has the quantizers, cannot be imported: ImportError: no libcuda"
+    assert machine.reason_against(hopper.SWITCH, quantizes=True) == broken
+
+
 def test_versions_that_were_tested_are_those_of_the_extra() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     for package, _, tested in machine.KERNEL_PACKAGES:
