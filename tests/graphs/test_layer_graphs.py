@@ -20,7 +20,7 @@ from te_offload.graphs import CaptureState, LayerGraphs, capture_layers
 from te_offload.graphs.layers.pool import segment_lengths
 from te_offload.offload import allocator
 from tests.support import toy_layer
-from tests.support.toy_layer import FakeGround, Machine, Toy, install
+from tests.support.toy_layer import FakeGround, FakePool, Machine, Toy, install
 
 WIDTH, ROWS = 256, 512
 
@@ -415,6 +415,26 @@ def test_layer_is_not_captured_with_another_allocator(machine: Machine, monkeypa
         for x in batches(3):
             assert torch.equal(run(eager, x), run(stack, x)) and same(eager, stack)
         assert "torch's allocator is cudaMallocAsync" in graphs.report() and "replay" not in machine.log
+
+
+@pytest.mark.parametrize("short", [1, 2])
+def test_layer_that_asks_for_other_segments_than_its_rehearsal_is_captured_once_more_with_more_of_them(
+    machine: Machine, short: int
+) -> None:
+    machine.short = short
+    eager, stack = layers(machine, 1), layers(machine, 1)
+    with capture_layers(stack, warmup=1) as graphs:
+        for x in batches(4):
+            assert torch.equal(run(eager, x), run(stack, x)) and same(eager, stack)
+        first, second = FakePool.made.values()
+        assert len(second.segments) == 2 * len(first.segments)
+        assert ground_of(graphs).space._segments.keys().isdisjoint(first.segments)
+        if short == 1:
+            assert graphs.scopes["layer0"].state is CaptureState.CAPTURED and "replay" in machine.log
+        else:
+            assert graphs.scopes["layer0"].state is CaptureState.EAGER and "no such segment" in graphs.report()
+            graphs.settle()
+            assert graphs.used_bytes == 0 and not ground_of(graphs).memory.mapped
 
 
 def test_segments_of_a_rehearsal_are_those_that_a_graph_will_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,11 +67,13 @@ class Machine:
     """Stands in for CUDA: captures, and where captured functions find memory.
 
     Attributes:
-        fails_at: "forward" or "backward": its capture, outside of rehearsals, raises. log: what was done.
+        fails_at: "forward" or "backward": its capture, outside of rehearsals, raises. short: forwards' captures, outside of
+            rehearsals, that lack a segment. log: what was done.
     """
 
     def __init__(self) -> None:
         self.fails_at = ""
+        self.short = 0
         self.pool: FakePool | None = None
         self.capturing = False
         self.log: list[str] = []
@@ -137,6 +139,9 @@ class _Toy(torch.autograd.Function):
 
         if machine.capturing and machine.pool is not None and machine.fails_at == "forward":
             raise RuntimeError("injected: forward")
+        if machine.capturing and machine.pool is not None and machine.short:
+            machine.short -= 1
+            raise torch.OutOfMemoryError("injected: no such segment")
         run(x.detach(), inner, mask, scratch, found)
         places = [(tensor.data_ptr(), tensor.shape) for tensor in (x, inner, mask, scratch, found)]
         machine.ran = lambda: run(*[at(*place) for place in places])

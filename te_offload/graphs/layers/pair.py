@@ -115,16 +115,20 @@ class GraphPair:
 
     # Capture ---------------------------------------------------------------------------------------------------------
 
-    def record(self) -> None:
+    def record(self, times: int = 1) -> None:
         """Capture.
 
+        Args:
+            times: how often each segment that the rehearsal needed lies ready.
+
         Raises:
+            torch.OutOfMemoryError: a segment was missing, or the GPU's memory is used up.
             CaptureError: an output lies where no replay would write it.
         """
         ground = self._ground
         rehearsal = Pool()
         run = self._run(rehearsal, grad_outputs=None)
-        lengths = segment_lengths(rehearsal.handle)
+        lengths = segment_lengths(rehearsal.handle) * times
         _close(run)
         del run
         self._pool = pool = SegmentPool(ground.space, lengths, ground.stream)

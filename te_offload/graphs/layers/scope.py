@@ -163,11 +163,18 @@ class LayerScope:
             signature = Signature.of(args, kwargs, (), self._ground.device)
             moving = [number for number, leaf in enumerate(signature.leaves) if leaf.kind is Kind.MOVES]
             structure = pytree.tree_structure((tuple(args), dict(kwargs)))
-            pair = GraphPair(self._ground, self.name, self.module, self._function, structure, leaves, moving)
-            pair.record()
+            for times in (1, 2):
+                pair = GraphPair(self._ground, self.name, self.module, self._function, structure, leaves, moving)
+                try:
+                    pair.record(times)
+                    break
+                except torch.OutOfMemoryError as error:  # it asked for other segments than its rehearsal, perhaps
+                    if times == 2:
+                        raise
+                    _let_go(error)
+                    pair.abandon()
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)
-            gc.collect()  # what the layer made lies in the graphs' memory
+            _let_go(error)
             if pair is not None:
                 pair.abandon()
             self.reason = _explained(error)
@@ -227,6 +234,12 @@ class _Replay(torch.autograd.Function):
         pair: GraphPair = ctx.pair
         flight: Flight = ctx.flight
         return (None, None, *pair.backward(flight, pair.differentiable_outputs(grads)))
+
+
+def _let_go(error: Exception) -> None:
+    """Of what the layer made until then: it lies in the graphs' memory."""
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
 
 
 def _explained(error: Exception) -> Exception:
