@@ -202,6 +202,20 @@ def test_host_limit_keeps_the_last_slots() -> None:
     assert "layer0/0.fc1_input" in going(plan) and "layer3/0.fc1_input" not in going(plan)
 
 
+def test_host_limit_is_met_to_the_byte_and_no_slot_stays_for_nothing() -> None:
+    free = make_plan(policy(), record(), LINK, BOUNDS)
+    assert free.forecast is not None
+    needed = free.forecast.host_bytes
+    assert make_plan(policy(host_limit=needed), record(), LINK, BOUNDS) == free
+    less = make_plan(policy(host_limit=needed - 1), record(), LINK, BOUNDS)
+    assert less.forecast is not None and less.forecast.host_bytes < needed
+    (stays,) = going(free) - going(less)
+    assert stays == [slot.name for slot in free.slots if slot.goes][-1]
+    assert make_plan(policy(host_limit=less.forecast.host_bytes), record(), LINK, BOUNDS) == less
+    with_budget = make_plan(policy(budget_per_layer=0, host_limit="240MiB"), record(), LINK, BOUNDS)
+    assert with_budget.forecast is not None and with_budget.forecast.host_bytes == 240 * MIB
+
+
 def test_host_limit_and_budget_that_exclude_each_other_say_so() -> None:
     with pytest.raises(
         BudgetError, match=r"sends 240\.0 MiB to the host, but host_limit is 100\.0 MiB, 140\.0 MiB less"
@@ -215,6 +229,7 @@ def test_host_limit_below_every_slot_is_a_named_error() -> None:
         BudgetError, match=r"the smallest slot that may go, layer0/0.fc1_input, has 10.0 MiB: 9.0 MiB too"
     ):
         check_host_limit(MIB, nothing)
+    check_host_limit(10 * MIB, nothing)  # there was no room for another reason
     check_host_limit(MIB, record())
 
 
