@@ -35,9 +35,16 @@ def check_captures(device: torch.device) -> None:
     """Before anything is captured on a device.
 
     Raises:
-        CaptureError: with this allocator a capture that fails would end the process.
+        CaptureError: with this allocator a capture that fails would end the process, or it gives a graph no memory.
     """
-    if device.type == "cuda" and not is_native():
+    if device.type != "cuda":
+        return
+    if os.environ.get(_NO_CACHE):
+        raise CaptureError(
+            f"{_NO_CACHE} is set: each tensor takes its memory from the driver and gives it back there, which a capture does "
+            "not allow. Unset it."
+        )
+    if not is_native():
         name = torch.cuda.get_allocator_backend()
         raise CaptureError(
             f"torch's allocator is {name}: graphs share and give back memory in ways that only the native one has, and "

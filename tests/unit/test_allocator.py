@@ -53,6 +53,11 @@ def test_nothing_is_captured_with_another_allocator(monkeypatch: pytest.MonkeyPa
     allocator.check_captures(torch.device("cpu"))
     with pytest.raises(CaptureError, match=r"torch's allocator is cudaMallocAsync: .* Leave backend:\.\.\. out"):
         allocator.check_captures(GPU)
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    allocator.check_captures(torch.device("cpu"))
+    with pytest.raises(CaptureError, match=r"PYTORCH_NO_CUDA_MEMORY_CACHING is set: .* Unset it\."):
+        allocator.check_captures(GPU)
 
 
 class Runtime:
