@@ -41,8 +41,8 @@ def check_captures(device: torch.device) -> None:
         return
     if os.environ.get(_NO_CACHE):
         raise CaptureError(
-            f"{_NO_CACHE} is set: each tensor takes its memory from the driver and gives it back there, which a capture does "
-            "not allow. Unset it."
+            f"{_NO_CACHE} is set: each tensor takes its memory from the driver and gives it back there, which a capture "
+            "does not allow. Unset it."
         )
     if not is_native():
         name = torch.cuda.get_allocator_backend()
