@@ -180,6 +180,23 @@ def test_parameters_and_gradients_that_moved_are_noticed(move: Callable[[Any], N
         captured(torch.ones(3, 2))
 
 
+def test_what_moved_is_named_by_its_place_in_the_module() -> None:
+    layer = torch.nn.Linear(2, 1)
+    captured, _ = ready(step_of(layer), torch.ones(3, 2), modules=[torch.nn.Sequential(layer)])
+    layer.weight.data = layer.weight.data.clone()
+    with pytest.raises(InputMismatchError, match=r"0\.weight was at 0x"):
+        captured(torch.ones(3, 2))
+
+
+def test_value_equal_to_the_one_of_the_capture_is_the_same() -> None:
+    captured, backend = make(lambda x, kind: x * len(kind), torch.zeros(2), "ab")
+    for kind in ("ab", "".join(["a", "b"]), "".join(["a", "b"])):
+        assert captured(torch.ones(2), kind).tolist() == [2.0, 2.0]
+    assert backend.log.count("replay") == 2
+    with pytest.raises(InputMismatchError, match="was 'ab' and is 'ba'"):
+        captured(torch.ones(2), "ba")
+
+
 def test_gradient_of_an_input_starts_from_nothing_in_each_run() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         x.square().sum().backward()

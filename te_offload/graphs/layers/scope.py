@@ -173,16 +173,16 @@ class LayerScope:
                         raise
                     _let_go(error)
                     pair.abandon()
-        except Exception as error:
+        except BaseException as error:
             _let_go(error)
             if pair is not None:
                 pair.abandon()
+            if not isinstance(error, Exception):
+                self._state = change(self._state, CaptureState.WARMING_UP)
+                raise
             self.reason = _explained(error)
             self._state = change(self._state, CaptureState.EAGER)
             return
-        except BaseException:
-            self._state = change(self._state, CaptureState.WARMING_UP)
-            raise
         self._ground.trim()
         self._signature = signature.placed(leaves)
         self._flags = _flags(self.module, leaves)
@@ -236,7 +236,7 @@ class _Replay(torch.autograd.Function):
         return (None, None, *pair.backward(flight, pair.differentiable_outputs(grads)))
 
 
-def _let_go(error: Exception) -> None:
+def _let_go(error: BaseException) -> None:
     """Of what the layer made until then: it lies in the graphs' memory."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()

@@ -1,0 +1,113 @@
+"""What a layer's scope does around its graphs, without a GPU: whose forward it was, captures anew, interrupts, flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_offload.graphs import CaptureState, LayerGraphs, capture_layers
+from te_offload.graphs.layers.pair import GraphPair
+from tests.support.toy_layer import FakeGround, Machine, Toy, install
+
+WIDTH, ROWS = 256, 512
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return install(monkeypatch)
+
+
+def ground_of(graphs: LayerGraphs) -> FakeGround:
+    ground = graphs._ground
+    assert isinstance(ground, FakeGround)
+    return ground
+
+
+def run(layer: Any, rows: int = ROWS, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the gradient of the weight."""
+    layer.zero_grad()
+    found = layer(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)))
+    (found[0] if isinstance(found, tuple) else found).square().sum().backward()
+    weight: Any = next(layer.parameters())
+    return (found[0] if isinstance(found, tuple) else found).detach().clone(), weight.grad.clone()
+
+
+def test_close_leaves_the_forward_that_someone_else_had_put_there(machine: Machine) -> None:
+    plain, wrapped = Toy(WIDTH, machine), Toy(WIDTH, machine)
+    own = wrapped.forward
+    wrapped.forward = lambda x: own(x) * 2  # type: ignore[method-assign]
+    mine = wrapped.__dict__["forward"]
+    graphs = capture_layers(torch.nn.ModuleList([plain, wrapped]), warmup=1)
+    assert wrapped.__dict__["forward"] is not mine
+    graphs.close()
+    assert wrapped.__dict__["forward"] is mine and "forward" not in plain.__dict__
+    assert {scope.state for scope in graphs.scopes.values()} == {CaptureState.CLOSED}
+
+
+def test_capture_anew_gives_the_memory_of_the_old_one_back(machine: Machine) -> None:
+    layer = Toy(WIDTH, machine)
+    with capture_layers(layer, warmup=1, on_mismatch="recapture") as graphs:
+        (scope,) = graphs.scopes.values()
+        segments = []
+        for number in range(9):
+            run(layer, rows=ROWS if number // 3 % 2 == 0 else ROWS // 2)
+            if scope.state is CaptureState.CAPTURED:
+                segments.append(len(ground_of(graphs).space._segments))
+        assert len(scope.recaptures) == 2 and len(set(segments)) == 1
+
+
+def test_output_without_a_gradient_has_none_when_it_is_replayed(machine: Machine) -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.toy = Toy(WIDTH, machine)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            found = self.toy(x)
+            return found, found.detach()
+
+    eager, layer = Two(), Two()
+    with capture_layers(layer, warmup=1) as graphs:
+        for seed in range(4):
+            assert all(torch.equal(a, b) for a, b in zip(run(eager, seed=seed), run(layer, seed=seed), strict=True))
+        (scope,) = graphs.scopes.values()
+        assert scope.replays == 3
+        one, other = layer(torch.ones(ROWS, WIDTH))
+        assert scope.replays == 4 and one.requires_grad and not other.requires_grad
+
+
+def test_interrupted_capture_leaves_no_memory_and_is_made_at_the_next_call(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, layer = Toy(WIDTH, machine), Toy(WIDTH, machine)
+    with capture_layers(layer, warmup=1) as graphs:
+        (scope,) = graphs.scopes.values()
+        run(layer)
+        record = GraphPair.record
+
+        def interrupted(self: GraphPair, times: int = 1) -> None:
+            record(self, times)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(GraphPair, "record", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run(layer)
+        assert scope.state is CaptureState.WARMING_UP and not ground_of(graphs).space._segments
+        for seed in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(run(eager, seed=seed), run(layer, seed=seed), strict=True))
+        assert scope.replays == 3
+
+
+def test_another_dtype_of_autocast_is_another_call(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Toy(WIDTH, machine)
+    with capture_layers(layer, warmup=1, on_mismatch="eager") as graphs:
+        (scope,) = graphs.scopes.values()
+        for dtype in (torch.bfloat16, torch.bfloat16, torch.float16, None):
+            monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind, dtype=dtype: dtype is not None)
+            monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind, dtype=dtype: dtype)
+            run(layer)
+        assert scope.replays == 1
+        assert [text.split("requires_grad were ")[1][:22] for text in scope.eager] == ["(True, torch.bfloat16,"] * 2
