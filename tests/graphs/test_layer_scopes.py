@@ -101,6 +101,29 @@ def test_interrupted_capture_leaves_no_memory_and_is_made_at_the_next_call(
         assert scope.replays == 3
 
 
+def test_layer_runs_eagerly_where_there_is_no_memory_to_capture_it_once_more(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.short = 1
+    eager, layer = Toy(WIDTH, machine), Toy(WIDTH, machine)
+    with capture_layers(layer, warmup=1) as graphs:
+        (scope,) = graphs.scopes.values()
+        made: list[bool] = []
+
+        def make(*args: Any) -> GraphPair:
+            if made:
+                raise torch.OutOfMemoryError("injected: no memory for its inputs")
+            made.append(True)
+            return GraphPair(*args)
+
+        monkeypatch.setattr("te_offload.graphs.layers.scope.GraphPair", make)
+        for seed in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(run(eager, seed=seed), run(layer, seed=seed), strict=True))
+        assert scope.state is CaptureState.EAGER and "no memory for its inputs" in str(scope.reason)
+        graphs.settle()
+        assert not ground_of(graphs).space._segments and graphs.used_bytes == 0
+
+
 def test_another_dtype_of_autocast_is_another_call(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Toy(WIDTH, machine)
     with capture_layers(layer, warmup=1, on_mismatch="eager") as graphs:

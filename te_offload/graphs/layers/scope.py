@@ -172,7 +172,8 @@ class LayerScope:
                     if times == 2:
                         raise
                     _let_go(error)
-                    pair.abandon()
+                    gone, pair = pair, None
+                    gone.abandon()
         except BaseException as error:
             _let_go(error)
             if pair is not None:
