@@ -102,7 +102,7 @@ def _allocator_finding() -> Finding:
     try:
         check_captures(torch.device("cuda"))
     except CaptureError as error:
-        return Finding("torch's native allocator", False, f"{error} Sessions work.")
+        return Finding("torch's native allocator", False, str(error))
     return Finding("torch's native allocator", True, "CUDA graphs can be captured")
 
 

@@ -51,6 +51,8 @@ def explain(window: Window, recipe: Any = None) -> Support:
     if reason is None and recipe is not None:
         linears = ("FC1", window.fc1), ("FC2", window.fc2)
         reason = quantized.structure_reason(linears, recipe, reference=mode == "reference")
+    if reason is None and mode != "reference":
+        reason = machine.broken_package(quantizes=recipe is not None)
     return Support(True) if reason is None else Support(False, reason)
 
 
@@ -83,12 +85,12 @@ def fuse_windows(ops: list[Any], *, recipe: Any = None, **_: Any) -> list[Any]:
     fused: list[Any] = []
     position = 0
     for window in find_windows(ops):
-        support = explain(window, recipe)
-        if not (window.has_slot_owner or window.asked_for):
+        if window.has_slot_owner or window.asked_for:
+            support = explain(window, recipe)
+            calls_of(window.fc1).reason = reason_unfused(window, recipe)
+        else:
             support = Support(False, "its ops are of plain te.ops, and te_offload.fused.fuse was not called")
             calls_of(window.fc1).reason = support.reason
-        else:
-            calls_of(window.fc1).reason = reason_unfused(window, recipe)
         if support.ok:
             fused += [*ops[position : window.start], HopperGroupedMLP(window.ops)]
             position = window.start + 3

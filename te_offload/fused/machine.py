@@ -38,13 +38,21 @@ def reason_against(switch: str, *, quantizes: bool) -> str | None:
         found = _installed(package)
         if found not in (None, tested) and switch not in os.environ:
             return f"{package} is {found}, but {tested} was tested; {switch}=1 takes it all the same"
+    if quantizes and importlib.util.find_spec("triton") is None:
+        return "triton, which has the quantizers, is not installed"
+    return None
+
+
+def broken_package(*, quantizes: bool) -> str | None:
+    """Which package is there, but cannot be imported, and why; ``None``: none. To be asked last: the first answer takes
+    seconds, which a window that is not taken should not cost.
+    """
+    packages = [(package, module) for package, module, _ in KERNEL_PACKAGES]
+    for package, module in packages + ([("triton", "triton")] if quantizes else []):
         error = _import_error(module)
         if error is not None:
             return f"{package} is installed, but cannot be imported: {error}"
-    if quantizes and importlib.util.find_spec("triton") is None:
-        return "triton, which has the quantizers, is not installed"
-    error = _import_error("triton") if quantizes else None
-    return None if error is None else f"triton, which has the quantizers, cannot be imported: {error}"
+    return None
 
 
 def _installed(package: str) -> str | None:

@@ -227,6 +227,7 @@ def test_recipes_may_change_from_step_to_step(recipe: str) -> None:
 def test_hopper_has_no_kernels_for_formats_of_blackwell(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.setenv(hopper.SWITCH, "1")
     monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
+    monkeypatch.setattr(machine, "broken_package", lambda **_: None)
     (window,) = find_windows(list(mlp()))
     support = hopper.explain(window, RECIPES[recipe])
     assert not support.ok and "Hopper has no tensor cores for" in str(support.reason)

@@ -35,6 +35,7 @@ def test_switch_keeps_windows_unfused_and_is_on_without_one(monkeypatch: pytest.
     assert hopper.explain(window).reason == "TE_OFFLOAD_FUSED_MLP is 0"
     monkeypatch.delenv(hopper.SWITCH)
     monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
+    monkeypatch.setattr(machine, "broken_package", lambda **_: None)
     assert hopper.explain(window).ok
 
 
@@ -144,14 +145,27 @@ def test_kernels_whose_package_is_there_but_broken_leave_windows_unfused_with_it
 
 
 def test_triton_is_asked_for_only_where_numbers_are_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(machine, "_import_error", {"triton": "ImportError: no libcuda"}.get)
-    monkeypatch.setattr(machine, "KERNEL_PACKAGES", ())
-    assert machine.reason_against(hopper.SWITCH, quantizes=False) is None
-    broken = "triton, which has the quantizers, cannot be imported: ImportError: no libcuda"
-    assert machine.reason_against(hopper.SWITCH, quantizes=True) == broken
+    assert machine.broken_package(quantizes=False) is None
+    broken = "triton is installed, but cannot be imported: ImportError: no libcuda"
+    assert machine.broken_package(quantizes=True) == broken
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "plain te.ops", "taken"])
+def test_kernels_are_imported_only_for_windows_that_are_taken(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Their import takes seconds."""
+    monkeypatch.setenv(hopper.SWITCH, "1")
+    monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
+    asked: list[str] = []
+    monkeypatch.setattr(machine, "_import_error", asked.append)
+    if kind == "plain te.ops":
+        size: dict[str, Any] = {"bias": False, "device": "cpu", "dtype": torch.float32}
+        fc1, fc2 = te.ops.GroupedLinear(4, 16, 8, **size), te.ops.GroupedLinear(4, 8, 16, **size)
+        module = te.ops.Sequential(fc1, te.ops.ScaledSReLU(), fc2)
+    else:
+        module = mlp(activation="swiglu") if kind == "swiglu" else mlp()
+    fused = hopper.fuse_windows(list(module))
+    assert bool(asked) == (kind == "taken") == (len(fused) == 1)
 
 
 def test_versions_that_were_tested_are_those_of_the_extra() -> None:
