@@ -143,11 +143,11 @@ class Case:
         )
         y, dx, spare, dw1, dw2 = (torch.empty_like(t) for t in (x, x, act_input, w1, w2))
         regime = sm90.Regime.of(x.shape[0], len(w1))
-        by_rows = [(x, w1, act_input, "fc1"), (fc2_input, w2, y, "plain")]
-        by_rows += [(dy, w2.mT, spare, "dact"), (dact, w1.mT, dx, "plain")]
+        by_rows = [(x, w1, act_input, "fc1"), (fc2_input, w2, y, "fc2")]
+        by_rows += [(dy, w2.mT, spare, "dact"), (dact, w1.mT, dx, "dgrad")]
         calls: list[Step] = []
         for a, b, d, product in by_rows:
-            tile = sm90.tile_for(product, regime, None, d.shape[1])
+            tile = sm90.tile_for(product, regime, None, d.shape[1], a.shape[1])
             calls.append(functools.partial(_quack_gemm, a, b, d, tile, cu_seqlens_m=offsets))
         for a, b, d in ((dy, fc2_input, dw2), (dact, x, dw1)):
             tile = sm90.tile_for("wgrad", regime, *d.shape[1:])

@@ -42,7 +42,15 @@ class Regime(enum.Enum):
         return cls.MANY if tokens >= 2048 * experts else cls.USUAL
 
 
+_DEEP = 2560  # products a sum: of fewer, what is done with the sums takes long, and two warp groups should take turns
+_MANY_DEEP: Tiles = (
+    (Tile(128, 256), 1.0),
+    (Tile(128, 192, pingpong=True), 1.12),
+    (Tile(128, 160, pingpong=True), 1.1),
+)
 # Measured on an H200 (docs/results/): each tile with its time a padded element of the result, relative to the first one's.
+# Weights that are read transposed want a tile of whole strips of 32 or 64 columns: others lie in shared memory in strips
+# of 16 (in tiles of 208 FC1's dgrad took 1.65 ms, in tiles of 192 0.97).
 # A cluster of two tiles above each other loads its weights once, but pads each expert's rows to 256: where those are many.
 _TILES: dict[tuple[str, Regime], Tiles] = {
     ("fc1", Regime.USUAL): ((Tile(128, 208, 1, 1, pingpong=True), 1.0), (Tile(128, 176, 1, 1, pingpong=True), 1.03)),
@@ -57,12 +65,18 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
         (Tile(128, 256), 1.01),
     ),
     ("dact", Regime.FEW): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 2, pingpong=True), 1.07)),
-    ("plain", Regime.USUAL): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03)),
-    ("plain", Regime.MANY): (
-        (Tile(128, 256), 1.0),
-        (Tile(128, 192, pingpong=True), 1.12),
-        (Tile(128, 160, pingpong=True), 1.1),
+    ("fc2", Regime.USUAL): (
+        (Tile(128, 208, 1, 1, pingpong=True), 1.0),
+        (Tile(128, 192, 1, 1, pingpong=True), 1.0),
+        (Tile(128, 256, 1, 1), 1.06),
     ),
+    ("fc2", Regime.FEW): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03)),
+    ("fc2 deep", Regime.USUAL): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03)),
+    ("fc2 deep", Regime.MANY): _MANY_DEEP,
+    ("dgrad", Regime.USUAL): ((Tile(128, 192, 1, 1, pingpong=True), 1.0), (Tile(128, 256, 1, 1), 1.045)),
+    ("dgrad", Regime.FEW): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 1, pingpong=True), 1.03)),
+    ("dgrad deep", Regime.USUAL): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 1, pingpong=True), 1.03)),
+    ("dgrad deep", Regime.MANY): _MANY_DEEP,
     ("wgrad", Regime.USUAL): (
         (Tile(128, 192, 1, 1, pingpong=True), 1.0),
         (Tile(128, 160, pingpong=True), 1.05),
@@ -76,22 +90,25 @@ _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
 @functools.cache
-def tile_for(product: str, regime: Regime, rows: int | None, columns: int) -> Tile:
+def tile_for(product: str, regime: Regime, rows: int | None, columns: int, depth: int = 0) -> Tile:
     """The tile with the least time.
 
     Args:
-        product: ``"fc1"``: FC1 with its activation; ``"dact"``: FC2's dgrad with the activation's; ``"plain"``: FC2, and
-            the dgrad of FC1; ``"wgrad"``.
+        product: ``"fc1"``: FC1 with its activation; ``"fc2"``; ``"dact"``: FC2's dgrad with the activation's;
+            ``"dgrad"``: FC1's; ``"wgrad"``.
         regime: of the tokens an expert.
-        rows, columns: of the result; rows ``None``: the same for all tiles.
+        rows, columns: of the result; rows ``None``: the same for all tiles. depth: products a sum, where
+            they are as many for all tiles.
     """
+    if depth >= _DEEP and (f"{product} deep", Regime.USUAL) in _TILES:
+        product = f"{product} deep"
     tiles = _TILES.get((product, regime)) or _TILES[product, Regime.USUAL]
     return min(tiles, key=lambda entry: entry[0].padded(rows, columns) * entry[1])[0]
 
 
-def _tile(product: str, weights: Experts, out: torch.Tensor) -> Tile:
+def _tile(product: str, x: torch.Tensor, weights: Experts, out: torch.Tensor) -> Tile:
     tokens, columns = out.shape
-    return tile_for(product, Regime.of(tokens, weights.table.shape[0]), None, columns)
+    return tile_for(product, Regime.of(tokens, weights.table.shape[0]), None, columns, x.shape[1])
 
 
 class Sm90Kernels:
@@ -146,7 +163,7 @@ class Sm90Kernels:
         values = {"scale": scales, "fc2_input": fc2_input, sm90_device.TABLE: weights.table, **self._numbers()}
         if bias is not None:
             values["bias"] = bias
-        tile = _tile("fc1", weights, act_input)
+        tile = _tile("fc1", x, weights, act_input)
         self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets)
         return act_input, fc2_input
 
@@ -160,7 +177,7 @@ class Sm90Kernels:
         out: torch.Tensor,
     ) -> None:
         """See `Kernels.fc2`."""
-        tile = _tile("plain", weights, out)
+        tile = _tile("fc2", fc2_input, weights, out)
         kernel, values = sm90_device.PlainGemm, {sm90_device.TABLE: weights.table}
         if bias is not None:
             kernel, values["bias"] = sm90_device.BiasGemm, bias
@@ -177,7 +194,7 @@ class Sm90Kernels:
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Kernels.fc2_dgrad`."""
-        tile = _tile("dact", weights, act_input)
+        tile = _tile("dact", dy, weights, act_input)
         dact_input, fc2_input = torch.empty_like(act_input), torch.empty_like(act_input)
         tokens, columns = act_input.shape
         parts = torch.empty(tokens, tile.parts(columns), dtype=torch.float32, device=dy.device)
@@ -198,7 +215,7 @@ class Sm90Kernels:
 
     def fc1_dgrad(self, dact_input: torch.Tensor, weights: Experts, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.fc1_dgrad`."""
-        tile = _tile("plain", weights, out)
+        tile = _tile("dgrad", dact_input, weights, out)
         values = {sm90_device.TABLE: weights.table}
         self._launch(sm90_device.PlainGemm, tile, dact_input, weights.view, out, None, values, offsets, transposed=True)
         self.clear(offsets, out)
