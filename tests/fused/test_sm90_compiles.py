@@ -57,8 +57,8 @@ def test_every_kernel_compiles_for_sm_90a(running: Running) -> None:
     assert usual.count("16 launches") == 2 and others.count("16 launches") == 4
     # for two dtypes: fc2 without, with and with a scaled bias; fc1_dgrad; bias scales; wgrad of weights and of biases, and
     # to float32 written and added; offsets; clear; and with each of two activations fc1 with and without bias, fc2_dgrad.
-    # Beside them in float32: clear and sums. For few tokens other tiles of fc2_dgrad, fc2 and fc1_dgrad; for many, and a wide
-    # FC1, of fc2, fc1_dgrad and fc1.
+    # Beside them in float32: clear and sums. For few tokens other tiles of fc2_dgrad, fc2 and fc1_dgrad; for many, and a
+    # wide FC1, of fc2, fc1_dgrad and fc1.
     few, many = 1 + 3 + 1, 3 + 1 + 2
     assert kernels == 2 * (11 + 2 * 3) + 2 + few + many
 
