@@ -195,6 +195,55 @@ def test_device_without_memory_is_an_error_with_numbers_and_changes_nothing() ->
     assert not second.owners and not second.pieces and bank.used == 8 * MIB
 
 
+def test_zone_that_finds_no_memory_for_its_last_piece_leaves_the_others_to_be_had() -> None:
+    bank, memory, _ = make_bank(limit=10 * MIB)
+    zone, small = make_zones(memory, 12, 8)
+    with pytest.raises(torch.OutOfMemoryError, match=r"No 4194304 bytes"):
+        bank.occupy([zone])  # 8 MiB and 4
+    assert bank.used == 0 and not zone.pieces
+    bank.occupy([small])
+    assert bank.held == bank.used == memory.created == 8 * MIB
+
+
+def test_device_without_memory_is_asked_again_after_others_have_made_room() -> None:
+    memory, asked = PagedMemory(4 * MIB), list[int]()
+
+    def make_room() -> None:
+        asked.append(bank.held)
+        memory.limit = 12 * MIB
+
+    bank = Bank(memory, make_room)
+    first, second = make_zones(memory, 4, 8)
+    bank.occupy([first])
+    bank.occupy([second])
+    assert asked == [4 * MIB] and bank.held == bank.used == 12 * MIB
+
+
+def test_device_without_memory_gets_all_back_that_nobody_has_before_it_is_an_error() -> None:
+    bank, memory, clock = make_bank(limit=14 * MIB)
+    zones = make_zones(memory, 4, 4, 4)
+    bank.occupy(zones)
+    bank.drop(zones)
+    bank.order(clock.mark)
+    (other,) = make_zones(memory, 2)
+    memory.limit = 2 * MIB  # someone else took the rest
+    bank.occupy([other])
+    assert bank.held == bank.used == memory.created == 2 * MIB
+
+
+def test_no_more_pieces_go_back_than_the_one_that_is_needed_takes() -> None:
+    bank, memory, clock = make_bank()
+    first, second, small = make_zones(memory, 4, 4, 4)
+    bank.occupy([first, second])
+    bank.drop([first, second])
+    bank.order(clock.mark)
+    (large,) = make_zones(memory, 2)
+    bank.occupy([large])
+    assert bank.held == 4 * MIB + 2 * MIB  # one of 4 went for the one of 2
+    bank.occupy([small])
+    assert bank.held == bank.used == 6 * MIB
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_two_owned_zones_ever_have_memory_in_common(data: st.DataObject) -> None:
@@ -254,6 +303,32 @@ def test_tensor_keeps_its_addresses_in_memory_as_long_as_it_lives() -> None:
     gc.collect()
     bank.order(clock.mark)
     assert bank.used == 0 and not space.are_owned(space.zones_of(begin))
+
+
+def test_granules_of_the_same_ranges_are_one_zone() -> None:
+    bank, _, _ = make_bank()
+    space = Space(torch.device("cpu"), bank)
+    begin = space.add_segment(10 * MIB)
+    with_ranges, without = space.cut(begin, [(begin, 4 * MIB), (begin + 4 * MIB, 2 * MIB)])
+    assert [(zone.begin - begin, zone.nbytes) for zone in with_ranges] == [(0, 4 * MIB), (4 * MIB, 2 * MIB)]
+    assert [(zone.begin - begin, zone.nbytes) for zone in without] == [(6 * MIB, 4 * MIB)]
+    assert space.bytes_at(begin, 4 * MIB).fill_(5)[-1] == 5
+
+
+def test_place_of_a_tensor_may_end_where_its_segment_does() -> None:
+    bank, _, _ = make_bank()
+    space = Space(torch.device("cpu"), bank)
+    begin = space.add_segment(2 * MIB)
+    assert space.place_of(begin + MIB, MIB) is not None and space.place_of(begin + MIB, MIB + 1) is None
+
+
+def test_edges_are_the_granules_that_addresses_share_with_others() -> None:
+    bank, _, _ = make_bank()
+    space = Space(torch.device("cpu"), bank)
+    at = 20 * MIB
+    assert space.edges([Extent(at, 2 * MIB)]) == []
+    assert space.edges([Extent(at, 5 * MIB)]) == [Extent(at + 4 * MIB, 2 * MIB)]
+    assert space.edges([Extent(at + MIB, 3 * MIB), Extent(at + MIB, 100)]) == [Extent(at, 2 * MIB)]
 
 
 def test_bytes_written_to_one_zone_do_not_reach_another_that_has_memory() -> None:
