@@ -67,7 +67,7 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ("dact", Regime.FEW): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 2, pingpong=True), 1.07)),
     ("fc2", Regime.USUAL): (
         (Tile(128, 208, 1, 1, pingpong=True), 1.0),
-        (Tile(128, 192, 1, 1, pingpong=True), 1.0),
+        (Tile(128, 192, 1, 1, pingpong=True), 1.01),
         (Tile(128, 256, 1, 1), 1.06),
     ),
     ("fc2", Regime.FEW): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03)),
