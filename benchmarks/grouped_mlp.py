@@ -169,6 +169,7 @@ def _quack_gemm(
         tile.columns,
         tile.cluster_rows,
         tile.cluster_columns,
+        tile_K=tile.depth,
         pingpong=tile.pingpong,
         **offsets,
     )

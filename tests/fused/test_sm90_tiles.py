@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is not installed here")
 
-from te_offload.fused.kernels import sm90
+from te_offload.fused.kernels import sm90, sm90_device
 
 if TYPE_CHECKING:
     from te_offload.fused.kernels.sm90_launch import Tile
@@ -38,9 +38,43 @@ def test_warp_groups_take_turns_where_sums_are_short_and_share_a_tile_where_they
     assert [tile(depth).cluster_rows for depth in (1408, 14336)] == [1, 2 if regime is sm90.Regime.MANY else 1]
 
 
+@pytest.mark.parametrize("product", ["fc2", "dgrad"])
+@pytest.mark.parametrize("regime", [sm90.Regime.FEW, sm90.Regime.SOME])
+def test_warp_groups_share_a_tile_where_experts_have_few_tokens(product: str, regime: sm90.Regime) -> None:
+    assert not sm90.tile_for(product, regime, None, 2048, 1408).pingpong
+
+
+@pytest.mark.parametrize("regime", sm90.Regime)
+def test_gradients_of_weights_load_32_tokens_at_once(regime: sm90.Regime) -> None:
+    tile = sm90.tile_for("wgrad", regime, 1408, 2048)
+    assert (tile.columns, tile.depth, tile.cluster_rows) == (192, 32, 1)
+
+
+def test_gradients_of_1408_columns_are_cut_so_that_fewer_are_padded_where_experts_have_tokens_enough() -> None:
+    columns = {regime: sm90.tile_for("wgrad", regime, 2048, 1408).columns for regime in sm90.Regime}
+    assert columns == dict.fromkeys(sm90.Regime, 192) | {sm90.Regime.USUAL: 160}
+
+
+@pytest.mark.parametrize("kernel", ["DSReLUGemm", "DTanhSReLUGemm"])
+@pytest.mark.parametrize(("columns", "part"), [(192, 16), (160, 32)])
+def test_the_epilogue_of_fc2s_dgrad_takes_fewer_columns_at_once_where_that_holds_one_more_stage(
+    kernel: str, columns: int, part: int
+) -> None:
+    gemm = getattr(sm90_device, kernel)
+    assert gemm._compute_tile_shape_or_override((128, columns, 64), (1, 1, 1)) == (64, part)
+
+
 @pytest.mark.parametrize(
     ("tokens", "experts", "regime"),
-    [(199, 1, "FEW"), (200, 1, "USUAL"), (2047, 1, "USUAL"), (2048, 1, "MANY"), (4 * 2048 - 1, 4, "USUAL")],
+    [
+        (199, 1, "FEW"),
+        (200, 1, "SOME"),
+        (383, 1, "SOME"),
+        (384, 1, "USUAL"),
+        (2047, 1, "USUAL"),
+        (2048, 1, "MANY"),
+        (4 * 2048 - 1, 4, "USUAL"),
+    ],
 )
 def test_regime_goes_by_the_mean_of_tokens_an_expert(tokens: int, experts: int, regime: str) -> None:
     assert sm90.Regime.of(tokens, experts) is sm90.Regime[regime]

@@ -31,6 +31,7 @@ class Regime(enum.Enum):
     """How many tokens an expert has, on average."""
 
     FEW = enum.auto()
+    SOME = enum.auto()
     USUAL = enum.auto()
     MANY = enum.auto()
 
@@ -39,9 +40,15 @@ class Regime(enum.Enum):
         """For so many tokens and experts."""
         if tokens < 200 * experts:
             return cls.FEW
+        if tokens < 384 * experts:
+            return cls.SOME
         return cls.MANY if tokens >= 2048 * experts else cls.USUAL
 
 
+# Two warp groups at one tile first, then in turns; where what is read transposed wants strips, and where not.
+_SHARED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03))
+_SHARED_TURNED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 1, pingpong=True), 1.03))
+_WGRAD = Tile(128, 192, 1, 1, pingpong=True, depth=32)
 _DEEP = 2560  # products a sum: of fewer, what is done with the sums takes long, and two warp groups should take turns
 _MANY_DEEP: Tiles = (
     (Tile(128, 256), 1.0),
@@ -51,6 +58,7 @@ _MANY_DEEP: Tiles = (
 # Measured on an H200 (docs/results/): each tile with its time a padded element of the result, relative to the first one's.
 # Weights that are read transposed want a tile of whole strips of 32 or 64 columns: others lie in shared memory in strips
 # of 16 (in tiles of 208 FC1's dgrad took 1.65 ms, in tiles of 192 0.97).
+# Weight gradients load 32 tokens at once: what a stage holds is there sooner, and an expert's last tokens fill more of it.
 # A cluster of two tiles above each other loads its weights once, but pads each expert's rows to 256: where those are many.
 _TILES: dict[tuple[str, Regime], Tiles] = {
     ("fc1", Regime.USUAL): ((Tile(128, 208, 1, 1, pingpong=True), 1.0), (Tile(128, 176, 1, 1, pingpong=True), 1.03)),
@@ -61,8 +69,8 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ),
     ("dact", Regime.USUAL): (
         (Tile(128, 192, pingpong=True), 1.0),
-        (Tile(128, 160, pingpong=True), 1.035),
-        (Tile(128, 256), 1.01),
+        (Tile(128, 160, pingpong=True), 1.045),
+        (Tile(128, 256), 1.04),
     ),
     ("dact", Regime.FEW): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 2, pingpong=True), 1.07)),
     ("fc2", Regime.USUAL): (
@@ -70,18 +78,19 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
         (Tile(128, 192, 1, 1, pingpong=True), 1.01),
         (Tile(128, 256, 1, 1), 1.06),
     ),
-    ("fc2", Regime.FEW): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03)),
-    ("fc2 deep", Regime.USUAL): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03)),
+    ("fc2", Regime.FEW): _SHARED,
+    ("fc2", Regime.SOME): _SHARED,
+    ("fc2 deep", Regime.USUAL): _SHARED,
     ("fc2 deep", Regime.MANY): _MANY_DEEP,
     ("dgrad", Regime.USUAL): ((Tile(128, 192, 1, 1, pingpong=True), 1.0), (Tile(128, 256, 1, 1), 1.045)),
-    ("dgrad", Regime.FEW): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 1, pingpong=True), 1.03)),
-    ("dgrad deep", Regime.USUAL): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 1, pingpong=True), 1.03)),
+    ("dgrad", Regime.FEW): _SHARED_TURNED,
+    ("dgrad", Regime.SOME): _SHARED_TURNED,
+    ("dgrad deep", Regime.USUAL): _SHARED_TURNED,
     ("dgrad deep", Regime.MANY): _MANY_DEEP,
-    ("wgrad", Regime.USUAL): (
-        (Tile(128, 192, 1, 1, pingpong=True), 1.0),
-        (Tile(128, 160, pingpong=True), 1.05),
-    ),
-    ("wgrad", Regime.MANY): ((Tile(128, 192, 1, 1, pingpong=True), 1.0),),
+    ("wgrad", Regime.FEW): ((_WGRAD, 1.0),),
+    ("wgrad", Regime.SOME): ((_WGRAD, 1.0),),
+    ("wgrad", Regime.USUAL): ((_WGRAD, 1.0), (Tile(128, 160, pingpong=True), 1.05)),
+    ("wgrad", Regime.MANY): ((_WGRAD, 1.0),),
 }
 _WGRADS = 2  # of FC2 and of FC1
 _NARROW = 8  # columns; the fewest that TMA takes
@@ -259,7 +268,7 @@ class Sm90Kernels:
                     kernel.__name__,
                     (a.dtype, b.dtype),
                     grads.dtype,
-                    (tile.rows, tile.columns),
+                    tile[:2] if tile.depth is None else (*tile[:2], tile.depth),
                     cluster,
                     pingpong=tile.pingpong,
                     ordered=ordered,

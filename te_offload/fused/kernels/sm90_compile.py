@@ -50,7 +50,7 @@ def compiled_wgrad(
     name: str,
     dtypes: tuple[torch.dtype, torch.dtype],
     out_dtype: torch.dtype,
-    tile: tuple[int, int],
+    tile: tuple[int, ...],
     cluster: tuple[int, int],
     *,
     pingpong: bool,
@@ -59,7 +59,8 @@ def compiled_wgrad(
     """The wgrad kernel ``name`` of `sm90_device`, or of `sm90_fp8_device` or `sm90_block_device` for operands of 8 bits.
 
     Args:
-        dtypes: of A and B. ordered: the scheduler's arguments have a counter of tiles and an order of experts.
+        dtypes: of A and B. tile: rows, columns, and how many tokens are loaded at once, if not QuACK's. ordered: the
+            scheduler's arguments have a counter of tiles and an order of experts.
 
     Returns:
         A function of A (rows, T) and B (columns, T), each with stride 1 along its first dimension, or along its second one

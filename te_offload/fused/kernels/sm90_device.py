@@ -26,6 +26,7 @@ from quack.epilogue.visit import _EpiModMixinBase
 from quack.gemm_sm90 import GemmSm90
 
 TABLE = "table"
+_FIVE_STAGES_WIDE = 192  # columns of a tile of which five stages fit beside parts of 16 columns, and four beside 32
 _OPTIONAL_TENSOR = cute.Tensor | None
 
 
@@ -127,6 +128,17 @@ class _AfterWorkBefore:
                 return super().create(*args, **kwargs)
 
         return Scheduler
+
+
+class _NarrowParts:
+    """Mixin before QuACK's GEMM: the epilogue takes 16 columns at a time, not 32, where what it then needs less of shared
+    memory holds one more stage of operands.
+    """
+
+    @staticmethod
+    def _compute_tile_shape_or_override(tile: Any, *args: Any, **kwargs: Any) -> Any:
+        rows, columns = GemmSm90._compute_tile_shape_or_override(tile, *args, **kwargs)
+        return rows, 16 if tile[1] == _FIVE_STAGES_WIDE else columns
 
 
 class WeightsByTable(_TableFound):
@@ -272,6 +284,7 @@ for _dtype_name, _dtype in (("BF16", BFloat16), ("FP16", Float16)):
 DSReLUGemm = make_kernel(
     "DSReLUGemm",
     _dact,
+    mixins=(_NarrowParts,),
     ops=(SCALE, _FC2_INPUT, DSCALE),
     operands=(("c", "c"), COLUMN),
     outputs=("fc2_input",),
@@ -280,6 +293,7 @@ DSReLUGemm = make_kernel(
 DTanhSReLUGemm = make_kernel(
     "DTanhSReLUGemm",
     _dact,
+    mixins=(_NarrowParts,),
     ops=(SCALE, *CLAMP, _FC2_INPUT, DSCALE),
     operands=(("c", "c"), COLUMN, *NUMBERS),
     outputs=("fc2_input",),

@@ -19,13 +19,16 @@ SWIZZLE = 8  # tiles side by side that are computed one after the other, for the
 
 
 class Tile(NamedTuple):
-    """How a GEMM is cut: rows and columns of a tile, tiles of a cluster each way, whether two warp groups take turns."""
+    """How a GEMM is cut: rows and columns of a tile, tiles of a cluster each way, whether two warp groups take turns, and
+    how many products of each sum are loaded at once (``None``: QuACK's 128 bytes).
+    """
 
     rows: int
     columns: int
     cluster_rows: int = 2
     cluster_columns: int = 1
     pingpong: bool = False
+    depth: int | None = None
 
     def parts(self, columns: int) -> int:
         """Tiles side by side that cover so many columns."""
@@ -86,6 +89,7 @@ class Launches:
                     epi_values=values,
                     tile_M=tile.rows,
                     tile_N=tile.columns,
+                    tile_K=tile.depth,
                     cluster_M=tile.cluster_rows,
                     cluster_N=tile.cluster_columns,
                     pingpong=tile.pingpong,
