@@ -63,6 +63,14 @@ def test_every_kernel_compiles_for_sm_90a(running: Running) -> None:
     assert kernels == 2 * (11 + 2 * 3) + 2 + few + many
 
 
+def test_operands_are_loaded_five_tiles_ahead_where_that_fits(running: Running) -> None:
+    printed = "".join(compiled(running, part)[0] for part in ("bf16", "others"))
+    for kernel in ("DSReLUGemm", "DTanhSReLUGemm"):
+        assert f"{kernel} 128x192x64: 5 stages" in printed
+    for kernel in ("WgradGemm", "AddingWgradGemm"):
+        assert f"{kernel} 128x192x32: 10 stages" in printed  # half a tile of 64 each
+
+
 def test_every_fp8_kernel_compiles_for_sm_90a(running: Running) -> None:
     printed, kernels = compiled(running, "fp8")
     # for both activations fc1 with and without bias, and fc2_dgrad; its sums; fc1 that quantizes; fc2 in three ways,

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is not installed here")
 
-from te_offload.fused.kernels import sm90, sm90_device
+from te_offload.fused.kernels import sm90
 
 if TYPE_CHECKING:
     from te_offload.fused.kernels.sm90_launch import Tile
@@ -53,15 +53,6 @@ def test_gradients_of_weights_load_32_tokens_at_once(regime: sm90.Regime) -> Non
 def test_gradients_of_1408_columns_are_cut_so_that_fewer_are_padded_where_experts_have_tokens_enough() -> None:
     columns = {regime: sm90.tile_for("wgrad", regime, 2048, 1408).columns for regime in sm90.Regime}
     assert columns == dict.fromkeys(sm90.Regime, 192) | {sm90.Regime.USUAL: 160}
-
-
-@pytest.mark.parametrize("kernel", ["DSReLUGemm", "DTanhSReLUGemm"])
-@pytest.mark.parametrize(("columns", "part"), [(192, 16), (160, 32)])
-def test_the_epilogue_of_fc2s_dgrad_takes_fewer_columns_at_once_where_that_holds_one_more_stage(
-    kernel: str, columns: int, part: int
-) -> None:
-    gemm = getattr(sm90_device, kernel)
-    assert gemm._compute_tile_shape_or_override((128, columns, 64), (1, 1, 1)) == (64, part)
 
 
 @pytest.mark.parametrize(

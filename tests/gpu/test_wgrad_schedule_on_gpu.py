@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -72,21 +71,31 @@ def test_bits_are_those_of_tiles_that_are_given_out_from_the_start(
 ) -> None:
     from te_offload.fused.kernels import sm90
 
-    offsets, chosen = offsets_of(sizes), []
-    real = sm90.tile_for
-
-    def tile_for(*arguments: Any) -> Any:
-        chosen.append(real(*arguments))
-        return chosen[-1]
-
-    monkeypatch.setattr(sm90, "tile_for", tile_for)
+    rows = 2 if shape == SHAPES["clusters of two"] else 1
+    (tile,) = [tile for tile, _ in sm90._TILES["wgrad", sm90.Regime.USUAL] if tile.cluster_rows == rows]
+    monkeypatch.setattr(sm90, "tile_for", lambda *_: tile)
+    offsets = offsets_of(sizes)
     launch = wgrads(sizes, dtype, accumulate=accumulate, shape=shape)
     found = [launch(offsets, order) for order in orders_of(offsets)]
-    assert (chosen[0].cluster_rows == 2) == (shape == SHAPES["clusters of two"] and len(sizes) > 1)
     other = launch(offsets)
     for one in found:
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     assert bool(other.isfinite().all())
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_bits_are_those_of_twice_as_many_tokens_loaded_at_once(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    from te_offload.fused.kernels import sm90
+
+    offsets, found = offsets_of(sizes), []
+    tile = sm90.tile_for("wgrad", sm90.Regime.MANY, *SHAPES["single tiles"])
+    assert tile.depth == 32
+    for one in (tile, tile._replace(depth=64)):
+        monkeypatch.setattr(sm90, "tile_for", lambda *_, one=one: one)
+        found.append(wgrads(sizes, torch.bfloat16, accumulate=False)(offsets))
+    assert torch.equal(*[one.view(torch.int16) for one in found]) and bool(found[0].isfinite().all())
 
 
 def test_two_gradients_at_once_count_their_own_tiles() -> None:

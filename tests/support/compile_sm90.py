@@ -1,7 +1,7 @@
 """Compiles every Hopper kernel on a machine without a GPU: ``python -m tests.support.compile_sm90 bf16|others|fp8|blocks``.
 
 QuACK traces and compiles for ``sm_90a`` with fake tensors; what needs a driver is replaced: the number of clusters that a
-card runs at once, which is no part of a kernel, and the launch.
+card runs at once, which is no part of a kernel, and the launch. Prints how many stages of operands each product has.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ os.environ |= {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a", "CUDA_VISIBLE_DEVI
 
 import quack.gemm_runtime.host
 import torch
+from quack.gemm_sm90 import GemmSm90
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_offload.fused.kernels import blocks, fp8, sm90, sm90_blocks, sm90_compile, sm90_fp8, sm90_launch
@@ -178,6 +179,18 @@ def launches_nothing(*_: object, **__: object) -> None:
     """In place of a kernel of Triton's."""
 
 
+def say_stages() -> None:
+    """Of each product, when it is compiled."""
+    real = GemmSm90._compute_stages.__func__
+
+    def compute(cls: type[Any], tile: Any, *args: Any, **kwargs: Any) -> Any:
+        found = real(cls, tile, *args, **kwargs)
+        print(f"{cls.__name__} {'x'.join(map(str, tile))}: {found[0]} stages")
+        return found
+
+    GemmSm90._compute_stages = classmethod(compute)
+
+
 # Parts, for a process each.
 PARTS: dict[str, list[tuple[Any, ...]]] = {
     "bf16": [(torch.bfloat16, SquaredReLU(), USUAL), (torch.bfloat16, SquaredReLU(clamp=2.0), USUAL)],
@@ -193,6 +206,7 @@ FP8 = [(SquaredReLU(), USUAL), (SquaredReLU(clamp=2.0), USUAL)]
 QUANTIZED = {"fp8": compile_fp8, "blocks": compile_blocks}
 
 if __name__ == "__main__":
+    say_stages()
     with FakeTensorMode():
         if sys.argv[1] in QUANTIZED:
             for activation, tokens in FP8:
