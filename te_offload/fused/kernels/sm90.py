@@ -45,7 +45,7 @@ class Regime(enum.Enum):
         return cls.MANY if tokens >= 2048 * experts else cls.USUAL
 
 
-# Two warp groups at one tile first, then in turns; where what is read transposed wants strips, and where not.
+# Two warp groups at one tile, or in turns: then of whole strips where weights are read transposed.
 _SHARED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03))
 _SHARED_TURNED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 1, pingpong=True), 1.03))
 _WGRAD = Tile(128, 192, 1, 1, pingpong=True, depth=32)
