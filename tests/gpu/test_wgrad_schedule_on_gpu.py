@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from te_offload.fused.kernels.interface import Orders, SquaredReLU, TileOrder
 from tests.support.mlp import seeded
+
+if TYPE_CHECKING:
+    from te_offload.fused.kernels.sm90_launch import Tile
 
 pytestmark = pytest.mark.gpu
 
@@ -42,11 +46,18 @@ def orders_of(offsets: torch.Tensor) -> Orders:
 
 
 def wgrads(
-    sizes: list[int], dtype: torch.dtype, *, accumulate: bool, shape: tuple[int, int] = SHAPES["single tiles"]
+    sizes: list[int],
+    dtype: torch.dtype,
+    *,
+    accumulate: bool,
+    shape: tuple[int, int] = SHAPES["single tiles"],
+    tile: Tile | None = None,
 ) -> Callable[..., torch.Tensor]:
-    from te_offload.fused.kernels.sm90 import Sm90Kernels
+    """A function of offsets and an order; in tiles of the choice in use, or in this one."""
+    from te_offload.fused.kernels.sm90 import Sm90Kernels, tile_for
 
-    kernels, tokens = Sm90Kernels(SquaredReLU()), sum(sizes) + 5
+    kernels = Sm90Kernels(SquaredReLU(), tile_for if tile is None else lambda *_: tile)
+    tokens = sum(sizes) + 5
     dy, x = [seeded((tokens, n), n, device="cuda", dtype=torch.bfloat16) for n in shape]
     before = seeded((len(sizes), *shape), 3, device="cuda", dtype=dtype)
 
@@ -63,19 +74,14 @@ def wgrads(
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_bits_are_those_of_tiles_that_are_given_out_from_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-    sizes: list[int],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    accumulate: bool,
+    sizes: list[int], shape: tuple[int, int], dtype: torch.dtype, accumulate: bool
 ) -> None:
     from te_offload.fused.kernels import sm90
 
     rows = 2 if shape == SHAPES["clusters of two"] else 1
     (tile,) = [tile for tile, _ in sm90._TILES["wgrad", sm90.Regime.USUAL] if tile.cluster_rows == rows]
-    monkeypatch.setattr(sm90, "tile_for", lambda *_: tile)
     offsets = offsets_of(sizes)
-    launch = wgrads(sizes, dtype, accumulate=accumulate, shape=shape)
+    launch = wgrads(sizes, dtype, accumulate=accumulate, shape=shape, tile=tile)
     found = [launch(offsets, order) for order in orders_of(offsets)]
     other = launch(offsets)
     for one in found:
@@ -84,17 +90,13 @@ def test_bits_are_those_of_tiles_that_are_given_out_from_the_start(
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_bits_are_those_of_twice_as_many_tokens_loaded_at_once(
-    monkeypatch: pytest.MonkeyPatch, sizes: list[int]
-) -> None:
+def test_bits_are_those_of_twice_as_many_tokens_loaded_at_once(sizes: list[int]) -> None:
     from te_offload.fused.kernels import sm90
 
-    offsets, found = offsets_of(sizes), []
     tile = sm90.tile_for("wgrad", sm90.Regime.MANY, *SHAPES["single tiles"])
     assert tile.depth == 32
-    for one in (tile, tile._replace(depth=64)):
-        monkeypatch.setattr(sm90, "tile_for", lambda *_, one=one: one)
-        found.append(wgrads(sizes, torch.bfloat16, accumulate=False)(offsets))
+    offsets, tiles = offsets_of(sizes), (tile, tile._replace(depth=64))
+    found = [wgrads(sizes, torch.bfloat16, accumulate=False, tile=one)(offsets) for one in tiles]
     assert torch.equal(*[one.view(torch.int16) for one in found]) and bool(found[0].isfinite().all())
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,29 +115,28 @@ def tile_for(product: str, regime: Regime, rows: int | None, columns: int, depth
     return min(tiles, key=lambda entry: entry[0].padded(rows, columns) * entry[1])[0]
 
 
-def _tile(product: str, x: torch.Tensor, weights: Experts, out: torch.Tensor) -> Tile:
-    tokens, columns = out.shape
-    return tile_for(product, Regime.of(tokens, weights.table.shape[0]), None, columns, x.shape[1])
-
-
 class Sm90Kernels:
     """See `interface.Kernels`. One a window: it knows where its weights are.
 
     Args:
-        activation: between FC1 and FC2.
+        activation: between FC1 and FC2. tiles: which tile each product takes, as `tile_for`.
     """
 
-    def __init__(self, activation: SquaredReLU) -> None:
-        self._activation = activation
+    def __init__(self, activation: SquaredReLU, tiles: Callable[..., Tile] = tile_for) -> None:
+        self._activation, self._tile_for = activation, tiles
         self._experts = ExpertsCache()
         self._launch = Launches()
         self._functions: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: Any) -> Sm90Kernels:
-        return Sm90Kernels(self._activation)
+        return Sm90Kernels(self._activation, self._tile_for)
 
     def __reduce__(self) -> Any:
-        return Sm90Kernels, (self._activation,)
+        return Sm90Kernels, (self._activation, self._tile_for)
+
+    def _tile(self, product: str, x: torch.Tensor, weights: Experts, out: torch.Tensor) -> Tile:
+        tokens, columns = out.shape
+        return self._tile_for(product, Regime.of(tokens, weights.table.shape[0]), None, columns, x.shape[1])
 
     def prepare(self, name: str, tensors: Tensors) -> Experts:
         """See `Kernels.prepare`."""
@@ -172,7 +171,7 @@ class Sm90Kernels:
         values = {"scale": scales, "fc2_input": fc2_input, sm90_device.TABLE: weights.table, **self._numbers()}
         if bias is not None:
             values["bias"] = bias
-        tile = _tile("fc1", x, weights, act_input)
+        tile = self._tile("fc1", x, weights, act_input)
         self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets)
         return act_input, fc2_input
 
@@ -186,7 +185,7 @@ class Sm90Kernels:
         out: torch.Tensor,
     ) -> None:
         """See `Kernels.fc2`."""
-        tile = _tile("fc2", fc2_input, weights, out)
+        tile = self._tile("fc2", fc2_input, weights, out)
         kernel, values = sm90_device.PlainGemm, {sm90_device.TABLE: weights.table}
         if bias is not None:
             kernel, values["bias"] = sm90_device.BiasGemm, bias
@@ -203,7 +202,7 @@ class Sm90Kernels:
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Kernels.fc2_dgrad`."""
-        tile = _tile("dact", dy, weights, act_input)
+        tile = self._tile("dact", dy, weights, act_input)
         dact_input, fc2_input = torch.empty_like(act_input), torch.empty_like(act_input)
         tokens, columns = act_input.shape
         parts = torch.empty(tokens, tile.parts(columns), dtype=torch.float32, device=dy.device)
@@ -224,7 +223,7 @@ class Sm90Kernels:
 
     def fc1_dgrad(self, dact_input: torch.Tensor, weights: Experts, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.fc1_dgrad`."""
-        tile = _tile("dgrad", dact_input, weights, out)
+        tile = self._tile("dgrad", dact_input, weights, out)
         values = {sm90_device.TABLE: weights.table}
         self._launch(sm90_device.PlainGemm, tile, dact_input, weights.view, out, None, values, offsets, transposed=True)
         self.clear(offsets, out)
@@ -241,7 +240,7 @@ class Sm90Kernels:
     ) -> None:
         """See `Kernels.wgrad`. To accumulate, TMA adds each tile to what is there, once: bits depend on no order."""
         grads = out.view
-        tile = tile_for("wgrad", Regime.of(x.shape[0], out.table.shape[0]), *grads.shape[1:])
+        tile = self._tile_for("wgrad", Regime.of(x.shape[0], out.table.shape[0]), *grads.shape[1:])
         kernel = sm90_device.AddingWgradGemm if accumulate else sm90_device.WgradGemm
         values = {sm90_device.TABLE: out.table}
         self._launch_wgrad(kernel, tile, dy.mT, x.mT, grads, values, offsets, order)

@@ -1,0 +1,210 @@
+"""Other tiles for one of the fused grouped MLP's products on Hopper: the product alone and the whole step, in bf16.
+
+    ./run benchmarks.tiles wgrad 192t/32 192t 160t@2x1 [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--json FILE]
+
+The product is ``fc1`` (with its activation), ``fc2``, ``dact`` (FC2's dgrad with the activation's and the sums after it),
+``dgrad`` (FC1's) or ``wgrad`` (both, and the sums before them). A tile is its columns, of 128 rows; ``t``: two warp groups
+take turns; ``/32``: so many products of each sum a stage, for QuACK's 64; ``@2x1``: clusters of so many tiles above and
+beside each other. The first row is the tile in use, which may be another one for each of the two weight gradients.
+
+All tiles run in one process on the same inputs, as graphs, in turns shuffled anew each time, with even and with random
+routing. `hot` are rows of calls without a rest, at the card's sustained clock, `cool` rows of four after a rest; medians,
+ms. `same bits` compares every result with those of the tile in use (the scales' gradients, which are summed in parts as
+wide as a tile, are left out).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.grouped_mlp import Step, milliseconds, split
+from te_offload.fused.kernels import sm90
+from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.sm90_launch import Tile
+
+IN_USE = "in use"
+PRODUCTS = ("fc1", "fc2", "dact", "wgrad", "dgrad")
+REST_S = 0.02
+_SPEC = re.compile(r"(?P<columns>\d+)(?P<turns>t?)(/(?P<depth>\d+))?(@(?P<above>\d)x(?P<beside>\d))?")
+
+
+def parse_tile(text: str) -> Tile:
+    """A tile from what the head of this file says.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found = _SPEC.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no tile; 192t/32@2x1 would be one, and 256.")
+    above, beside = int(found["above"] or 1), int(found["beside"] or 1)
+    depth = None if found["depth"] is None else int(found["depth"])
+    return Tile(128, int(found["columns"]), above, beside, pingpong=bool(found["turns"]), depth=depth)
+
+
+def random_split(experts: int, tokens: int) -> list[int]:
+    """Tokens of each expert, each token going to any."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.bincount(torch.randint(experts, (tokens,), generator=generator), minlength=experts).tolist()
+
+
+class Products:
+    """The six products of a step, one after the other or each by itself, with another tile for one of them."""
+
+    def __init__(self, case: Case, product: str, tile: Tile | None) -> None:
+        def tile_for(name: str, *args: Any) -> Tile:
+            return sm90.tile_for(name, *args) if tile is None or name != product else tile
+
+        self._case, self._kernels = case, sm90.Sm90Kernels(SquaredReLU(), tile_for)
+        self._experts = {name: self._kernels.prepare(name, tensors) for name, tensors in case.experts.items()}
+        self._offsets = self._kernels.offsets(case.sizes, case.x)
+        self._parts = torch.zeros(case.x.shape[0], 8, device=case.x.device)
+        self.step()
+
+    def step(self) -> tuple[torch.Tensor, ...]:
+        """All of them; the results, without the gradients of the scales."""
+        case = self._case
+        self.fc1()
+        self.fc2()
+        self.dact()
+        self._wgrads(self._orders)
+        self.dgrad()
+        return case.y, case.dx, case.experts["dw1"], case.experts["dw2"], self._rebuilt
+
+    def fc1(self) -> None:
+        """FC1 and its activation."""
+        case = self._case
+        found = self._kernels.fc1(case.x, self._experts["w1"], None, case.scales, self._offsets)
+        self._act_input, self._fc2_input = found
+
+    def fc2(self) -> None:
+        """FC2."""
+        self._kernels.fc2(self._fc2_input, self._experts["w2"], None, None, self._offsets, self._case.y)
+
+    def dact(self) -> None:
+        """FC2's dgrad with the activation's, and the sums after it."""
+        case = self._case
+        found = self._kernels.fc2_dgrad(case.dy, self._experts["w2"], self._act_input, case.scales, self._offsets)
+        self._dact, self._rebuilt, self._dscales, self._orders = found
+
+    def wgrad(self) -> None:
+        """Both weight gradients, after sums that set their counts to zero."""
+        self._wgrads(self._kernels._sums(self._parts, self._offsets)[1])
+
+    def _wgrads(self, orders: Any) -> None:
+        case = self._case
+        for dy, x, name, order in (
+            (case.dy, self._rebuilt, "dw2", orders[0]),
+            (self._dact, case.x, "dw1", orders[1]),
+        ):
+            self._kernels.wgrad(dy, x, self._offsets, self._experts[name], accumulate=False, order=order)
+
+    def dgrad(self) -> None:
+        """FC1's dgrad."""
+        self._kernels.fc1_dgrad(self._dact, self._experts["w1"], self._offsets, self._case.dx)
+
+
+class Case:
+    """Weights, inputs and room for the results; each weight has memory of its own.
+
+    Args:
+        sizes: tokens of each expert.
+    """
+
+    def __init__(self, hidden: int, ffn: int, sizes: list[int], device: str = "cuda") -> None:
+        torch.manual_seed(0)
+        made = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+        experts, tokens = len(sizes), sum(sizes)
+        self.x, self.dy = made(tokens, hidden), made(tokens, hidden)
+        self.y, self.dx = torch.empty_like(self.x), torch.empty_like(self.x)
+        self.scales = torch.rand(tokens, device=device)
+        self.sizes = torch.tensor(sizes, device=device)
+        self.experts: dict[str, Any] = {
+            "w1": [made(ffn, hidden) * hidden**-0.5 for _ in range(experts)],
+            "w2": [made(hidden, ffn) * ffn**-0.5 for _ in range(experts)],
+            "dw1": self.x.new_empty(experts, ffn, hidden),
+            "dw2": self.x.new_empty(experts, hidden, ffn),
+        }
+
+
+def replayed(run: Callable[[], object]) -> Step:
+    """A captured call of what has run before."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def compare(case: Case, product: str, tiles: dict[str, Tile | None], rounds: int) -> dict[str, dict[str, Any]]:
+    """Each tile's medians, and whether its bits are those of the first one."""
+    first: list[torch.Tensor] = []
+    steps: dict[str, dict[str, Step]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    kept = []  # graphs read their tensors
+    for label, tile in tiles.items():
+        products = Products(case, product, tile)
+        results = [result.clone() for result in products.step()]
+        first = first or results
+        found[label] = {"same_bits": all(map(torch.equal, first, results))}
+        del results
+        kept.append(
+            (products, dict(vars(products)))
+        )  # what the product reads by itself: a capture of all makes its own
+        steps[label] = {"alone": replayed(getattr(products, product)), "step": replayed(products.step)}
+    times: dict[tuple[str, str], list[float]] = {}
+    shuffled, labels = random.Random(0), list(tiles)
+    for kind in ("alone", "step"):
+        for name, calls, rest in ((f"{kind}_hot", 8, 0.0), (f"{kind}_cool", 4, REST_S)):
+            for _ in range(rounds + 2):
+                shuffled.shuffle(labels)
+                for label in labels:
+                    time.sleep(rest)
+                    times.setdefault((label, name), []).append(milliseconds(steps[label][kind], calls))
+    for (label, name), values in times.items():
+        found[label][name] = statistics.median(values[2:])
+    return found
+
+
+def main() -> None:
+    """Run, print a table a routing, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("product", choices=PRODUCTS)
+    parser.add_argument("tiles", nargs="+", type=parse_tile, metavar="TILE")
+    for name, value in (("experts", 64), ("hidden", 2048), ("ffn", 1408), ("tokens", 32768), ("rounds", 12)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    arguments = parser.parse_args()
+    experts, tokens = arguments.experts, arguments.tokens
+    tiles: dict[str, Tile | None] = {IN_USE: None} | {str(tuple(tile)): tile for tile in arguments.tiles}
+    print(
+        f"{torch.cuda.get_device_name()}; {arguments.product}; E{experts} H{arguments.hidden} F{arguments.ffn} T{tokens}"
+    )
+    found: dict[str, Any] = {}
+    for routing, sizes in (
+        ("even", split(experts, tokens, skew=None)),
+        ("random", random_split(experts, tokens)),
+    ):
+        case = Case(arguments.hidden, arguments.ffn, sizes)
+        rows = found[routing] = compare(case, arguments.product, tiles, arguments.rounds)
+        print(f"\n| {routing} routing | alone, hot | cool | step, hot | cool | same bits |\n|---|---|---|---|---|---|")
+        for label, row in rows.items():
+            cells = (f"{row[name]:.4f}" for name in ("alone_hot", "alone_cool", "step_hot", "step_cool"))
+            print(f"| {label} | {' | '.join(cells)} | {'yes' if row['same_bits'] else 'NO'} |", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"schema": "1.0", "results": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

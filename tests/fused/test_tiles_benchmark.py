@@ -1,0 +1,106 @@
+"""The benchmark of tiles: what it takes for a tile, and that it runs all products with it, by torch's arithmetic."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is not installed here")
+
+from benchmarks import tiles
+from te_offload.fused.kernels import sm90
+from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.reference import ReferenceKernels
+from te_offload.fused.kernels.sm90_launch import Tile
+
+
+@pytest.mark.parametrize(
+    ("text", "tile"),
+    [
+        ("256", Tile(128, 256, 1, 1)),
+        ("192t/32", Tile(128, 192, 1, 1, pingpong=True, depth=32)),
+        ("160t@2x1", Tile(128, 160, 2, 1, pingpong=True)),
+        ("192t/32@1x2", Tile(128, 192, 1, 2, pingpong=True, depth=32)),
+    ],
+)
+def test_a_tile_is_its_columns_turns_depth_and_cluster(text: str, tile: Tile) -> None:
+    assert tiles.parse_tile(text) == tile
+
+
+@pytest.mark.parametrize("text", ["", "t", "192x", "192@2", "192/", "-192"])
+def test_what_is_no_tile_is_refused_with_one_that_is(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="192t/32@2x1"):
+        tiles.parse_tile(text)
+
+
+def test_random_routing_gives_out_every_token_and_is_the_same_each_time() -> None:
+    sizes = tiles.random_split(16, 1000)
+    assert len(sizes) == 16 and sum(sizes) == 1000 and len(set(sizes)) > 1
+    assert tiles.random_split(16, 1000) == sizes
+
+
+class AskedKernels(ReferenceKernels):
+    """Torch's arithmetic; asks for tiles as the kernels do."""
+
+    asked: dict[str, set[int]]
+
+    def __init__(self, activation: SquaredReLU, tile_for: Any) -> None:
+        super().__init__(activation)
+        self._tile_for = tile_for
+
+    def _ask(self, product: str) -> None:
+        self.asked.setdefault(product, set()).add(self._tile_for(product, sm90.Regime.FEW, 64, 64).columns)
+
+    def fc1(self, *args: Any) -> Any:
+        self._ask("fc1")
+        return super().fc1(*args)
+
+    def wgrad(self, *args: Any, **kwargs: Any) -> None:
+        self._ask("wgrad")
+        super().wgrad(*args, **kwargs)
+
+    def _sums(self, parts: torch.Tensor, offsets: torch.Tensor) -> Any:
+        return parts.sum(1), (None, None)
+
+
+@pytest.mark.parametrize("product", tiles.PRODUCTS)
+def test_one_product_takes_other_tiles_and_all_is_timed_alone_and_as_a_step(
+    monkeypatch: pytest.MonkeyPatch, product: str
+) -> None:
+    AskedKernels.asked, calls = {}, []
+
+    def milliseconds(step: Callable[[], object], count: int) -> float:
+        step()
+        calls.append(count)
+        return count
+
+    monkeypatch.setattr(sm90, "Sm90Kernels", AskedKernels)
+    monkeypatch.setattr(tiles, "replayed", lambda run: run)
+    monkeypatch.setattr(tiles, "milliseconds", milliseconds)
+    monkeypatch.setattr(tiles, "REST_S", 0.0)
+    case = tiles.Case(16, 24, [5, 0, 7, 4], device="cpu")
+    found = tiles.compare(case, product, {tiles.IN_USE: None, "other": tiles.parse_tile("48")}, rounds=1)
+    row = {"same_bits": True, "alone_hot": 8, "alone_cool": 4, "step_hot": 8, "step_cool": 4}
+    assert found == {tiles.IN_USE: row, "other": row}
+    assert len(calls) == 4 * 3 * 2  # rows of a round after two to warm up
+    for name, columns in AskedKernels.asked.items():
+        assert (48 in columns) == (name == product)
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda kernels: pickle.loads(pickle.dumps(kernels))], ids=["copied", "pickled"]
+)
+def test_kernels_keep_their_choice_of_tiles(again: Any) -> None:
+    for choice in (sm90.tile_for, only_256):
+        kernels = again(sm90.Sm90Kernels(SquaredReLU(), choice))
+        assert kernels._tile_for is choice
+
+
+def only_256(*_: object) -> Tile:
+    return Tile(128, 256)
