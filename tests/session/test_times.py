@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -24,17 +25,23 @@ class Tick:
         self.ms = ms
 
     def is_over(self) -> bool:
-        return self.clock.now >= self.ms
+        return min(self.clock.now, self.clock.seen) >= self.ms
 
     def wait(self) -> None:
         self.clock.now = max(self.clock.now, self.ms)
+        self.clock.seen = max(self.clock.seen, self.ms)
 
 
 class Clock(CpuTransfer):
-    """Copies at once, and says that each copy takes seven milliseconds from when it was queued."""
+    """Copies at once, and says that each copy takes seven milliseconds from when it was queued.
+
+    Attributes:
+        now: of the device. seen: of the host, which may be far behind until it waits.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.seen = math.inf
 
     def mark(self) -> Mark:
         self.now += 1
@@ -47,10 +54,12 @@ class Clock(CpuTransfer):
     copy_back = copy_out
 
     def block_compute(self, mark: Mark) -> None:
-        mark.wait()
+        assert isinstance(mark, Tick)
+        self.now = max(self.now, mark.ms)
 
     def milliseconds(self, first: Mark, second: Mark) -> float:
         assert isinstance(first, Tick) and isinstance(second, Tick)
+        assert first.is_over() and second.is_over(), "CUDA has no time between events that are not over"
         return second.ms - first.ms
 
 
@@ -88,7 +97,8 @@ def test_slot_is_late_exactly_where_it_was_waited_for(record: StepRecord) -> Non
     came = [row for row in record.slots if row.back_ms is not None]
     assert {row.outcome for row in came} == {Outcome.HIT, Outcome.LATE}
     assert all((row.outcome is Outcome.LATE) == (row.exposed_ms > 0) for row in came)
-    assert {row.outcome for row in record.slots if row.bytes_out and row not in came} == {Outcome.RECALLED}
+    others = [row for row in record.slots if row.bytes_out and row not in came]
+    assert {row.outcome for row in others} == {Outcome.RECALLED} and {row.exposed_ms for row in others} == {0.0}
 
 
 def test_time_of_a_copy_is_shared_by_its_slots_in_proportion_to_their_bytes(record: StepRecord) -> None:
@@ -115,3 +125,37 @@ def test_unnamed_slots_of_one_fate_are_one_row_with_the_sum_of_their_times(monke
     assert row.tensors > 1 and row.bytes_out == record.bytes_out == record.bytes_back
     assert row.out_ms == pytest.approx(record.out_ms) and row.back_ms == pytest.approx(record.back_ms)
     assert row.exposed_ms == pytest.approx(record.exposed_ms) and row.exposed_ms > 0
+
+
+def test_record_waits_for_a_device_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    clock.seen = 0
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: clock)
+    layer = Tanhs(torch.float32)
+    with OffloadSession(layer, min_bytes=0) as session:
+        with session.step():
+            layer(torch.ones(3, 8, requires_grad=True)).sum().backward()
+        assert clock.seen < clock.now
+        record = session.records[-1]
+    assert clock.seen >= clock.now and record.out_ms == COPY_MS and record.step_ms > 0
+
+
+class Tanhs(torch.nn.Module):
+    """Two of them, the second one in another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.anchor = torch.nn.Parameter(torch.zeros(1))  # which says where the layer is
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh().to(self.dtype).tanh()
+
+
+@pytest.mark.parametrize(("dtype", "format"), [(torch.float32, "fp32"), (torch.bfloat16, "several")], ids=str)
+def test_row_of_unnamed_slots_has_their_format_or_says_that_there_are_several(dtype: torch.dtype, format: str) -> None:
+    layer = Tanhs(dtype)
+    with OffloadSession(layer, min_bytes=0) as session, session.step():
+        layer(torch.ones(3, 8, requires_grad=True)).sum().backward()
+    (row,) = session.records[-1].slots
+    assert (row.tensors, row.bytes_out > 0, row.format) == (2, True, format)
