@@ -21,6 +21,9 @@ from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.pool import SegmentPool
 from te_offload.graphs.layers.space import Extent, Space
 from te_offload.offload.transfer import CpuTransfer
+from te_offload.ops import ScaledSReLU
+from te_offload.ops.slot_owner import SlotOwner
+from te_offload.slots import SavedSlot, SaveState, SlotName, Watch
 from tests.support.paged_memory import PagedMemory
 
 _SEGMENT = 16 << 20
@@ -126,7 +129,9 @@ class _Toy(torch.autograd.Function):
     """``relu(x * weight)``, by hand, with memory from a machine. Its mask waits on the context, where no hook sees it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, machine: Machine, kind: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, machine: Machine, kind: str, op: SlotOwner | None
+    ) -> torch.Tensor:
         inner, mask, scratch, found = (machine.take(x.shape) for _ in range(4))
 
         def run(
@@ -148,12 +153,19 @@ class _Toy(torch.autograd.Function):
         ctx.machine = machine
         ctx.kind = kind
         ctx.mask = None if kind == "saves two" else mask
-        ctx.save_for_backward(x, inner, weight, *([mask] if kind == "saves two" else []))
+        ctx.slot = None
+        if op is not None:
+            observer, watch = op.follower()
+            buffers = (inner, x) if kind == "slot with the input" else (inner,)
+            if observer is not None and watch is Watch.TAKES:
+                ctx.slot = op.hand_over(SavedSlot(SlotName.ACT_INPUT, SaveState.SAVED, buffers, ()), observer)
+        ctx.save_for_backward(x, weight, *([] if ctx.slot else [inner]), *([mask] if kind == "saves two" else []))
         return found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, inner, weight, *rest = ctx.saved_tensors
+        x, weight, *rest = ctx.saved_tensors
+        inner = rest.pop(0) if ctx.slot is None else ctx.slot.take()[0]
         mask = rest[0] if rest else ctx.mask
         machine: Machine = ctx.machine
         if machine.capturing and machine.pool is not None and machine.fails_at == "backward":
@@ -170,20 +182,21 @@ class _Toy(torch.autograd.Function):
         run(*tensors)
         places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
         machine.ran = lambda: run(*[at(*place) for place in places])
-        return inner if ctx.kind == "returns what it saved" else of_x, of_weight, None, None
+        return inner if ctx.kind == "returns what it saved" else of_x, of_weight, None, None, None
 
 
 class Toy(torch.nn.Module):
-    """A layer with one weight."""
+    """A layer with one weight; with an op that has a slot, if its kind says so."""
 
     def __init__(self, width: int, machine: Machine, kind: str = "") -> None:
         super().__init__()
+        self.op = ScaledSReLU() if kind.startswith("slot") else None
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, width))
         self._machine = [machine]
         self._kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Toy.apply(x, self.weight, self._machine[0], self._kind)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Toy.apply(x, self.weight, self._machine[0], self._kind, self.op)  # type: ignore[no-untyped-call]
         return found
 
 

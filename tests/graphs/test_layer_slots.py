@@ -1,0 +1,83 @@
+"""Slots of ops in layers that are graphs, without a GPU: told of at each replay, and back where the graph reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_offload import Fate, OffloadSession, Reason, SlotName
+from te_offload.graphs import capture_layers
+from te_offload.graphs.layers.pair import GraphPair
+from tests.graphs.test_layer_graphs import ROWS, WIDTH, batches, layers, run, same
+from tests.support.toy_layer import Machine, install
+
+SLOT_BYTES = ROWS * WIDTH * 4
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return install(monkeypatch)
+
+
+def rows_after(stack: Any, eager: Any, session: OffloadSession, *, virtual: bool = True) -> Any:
+    """Of the last of some steps, all of which have the bits of eager ones."""
+    with capture_layers(stack, session=session, warmup=2, virtual=virtual) as graphs:
+        for x in batches(6):
+            expected = run(eager, x)
+            with session.step():
+                assert torch.equal(expected, run(stack, x))
+            assert same(eager, stack)
+        assert graphs.captured
+        return session.records[-1]
+
+
+def test_slot_of_an_op_goes_between_the_graphs_under_its_name(machine: Machine) -> None:
+    eager, stack = (layers(machine, kind="slot") for _ in range(2))
+    with OffloadSession(stack, min_bytes=0) as session:
+        record = rows_after(stack, eager, session)
+    rows = [row for row in record.slots if row.slot is SlotName.ACT_INPUT]
+    assert [(row.fate, row.bytes_out) for row in rows] == [(Fate.OFFLOADED, SLOT_BYTES)] * 3
+    assert record.bytes_out == record.bytes_back == 3 * SLOT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("kind", "virtual", "reason", "nbytes"),
+    [
+        ("slot with the input", True, Reason.CROSSES_BORDER, 2 * SLOT_BYTES),
+        ("slot", False, Reason.NO_VIRTUAL_MEMORY, SLOT_BYTES),
+    ],
+)
+def test_slot_that_a_graph_cannot_give_up_stays_with_its_bytes_and_the_reason(
+    machine: Machine, kind: str, virtual: bool, reason: Reason, nbytes: int
+) -> None:
+    eager, stack = (layers(machine, kind=kind) for _ in range(2))
+    with OffloadSession(stack, min_bytes=0) as session:
+        record = rows_after(stack, eager, session, virtual=virtual)
+    rows = [row for row in record.slots if row.slot is SlotName.ACT_INPUT]
+    assert [(row.fate, row.reason, row.nbytes, row.bytes_out) for row in rows] == [(Fate.KEPT, reason, nbytes, 0)] * 3
+    assert record.bytes_out == 0
+
+
+def test_slot_that_nobody_follows_stays_where_the_graph_has_it(machine: Machine) -> None:
+    eager, stack = (layers(machine, kind="slot") for _ in range(2))
+    with capture_layers(stack, warmup=2) as graphs:
+        for x in batches(5):
+            assert torch.equal(run(eager, x), run(stack, x)) and same(eager, stack)
+        assert graphs.captured
+
+
+def test_slot_of_a_replay_may_leave_since_its_op_said_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    note = GraphPair._note_saved
+
+    def noted(self: GraphPair, *args: Any) -> None:
+        note(self, *args)
+        told.extend(slot.ready is not None for slot in self._slots)
+
+    monkeypatch.setattr(GraphPair, "_note_saved", noted)
+    eager, stack = (layers(machine, kind="slot") for _ in range(2))
+    with OffloadSession(stack, min_bytes=0) as session:
+        rows_after(stack, eager, session)
+    assert told == [True] * 3
