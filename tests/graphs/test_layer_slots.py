@@ -9,7 +9,8 @@ import torch
 
 from te_offload import Fate, OffloadSession, Reason, SlotName
 from te_offload.graphs import capture_layers
-from te_offload.graphs.layers.pair import GraphPair
+from te_offload.offload.attachment import Attachment
+from te_offload.slots import SavedSlot, SlotHandle
 from tests.graphs.test_layer_graphs import ROWS, WIDTH, batches, layers, run, same
 from tests.support.toy_layer import Machine, install
 
@@ -68,16 +69,34 @@ def test_slot_that_nobody_follows_stays_where_the_graph_has_it(machine: Machine)
         assert graphs.captured
 
 
-def test_slot_of_a_replay_may_leave_since_its_op_said_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_is_told_since_when_a_replayed_slot_is_there(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
-    note = GraphPair._note_saved
+    slot_saved = Attachment.slot_saved
 
-    def noted(self: GraphPair, *args: Any) -> None:
-        note(self, *args)
-        told.extend(slot.ready is not None for slot in self._slots)
+    def note(self: Attachment, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> SlotHandle | None:
+        told.append(saved.ready is not None)
+        return slot_saved(self, op, saved, take=take)
 
-    monkeypatch.setattr(GraphPair, "_note_saved", noted)
+    monkeypatch.setattr(Attachment, "slot_saved", note)
     eager, stack = (layers(machine, kind="slot") for _ in range(2))
     with OffloadSession(stack, min_bytes=0) as session:
         rows_after(stack, eager, session)
-    assert told == [True] * 3
+    assert told == [False] * 3 * 2 + [True] * 3 * 4  # now, while layers are warmed up
+
+
+def test_slot_that_went_to_the_host_has_no_memory_until_it_is_back(machine: Machine) -> None:
+    used = []
+    for min_bytes in (1 << 30, 0):
+        stack = layers(machine, kind="slot")
+        with OffloadSession(stack, min_bytes=min_bytes) as session, capture_layers(stack, session=session) as graphs:
+            for x in batches(5):
+                with session.step():
+                    run(stack, x)
+            with session.step():
+                x = batches(1)[0]
+                for layer in stack:
+                    x = x + layer(x)
+                graphs.settle()
+                used.append(graphs.used_bytes)
+                x.sum().backward()
+    assert used[0] - used[1] == 3 * (2 << 20)  # in pages
