@@ -193,6 +193,7 @@ class Engine:
         raised = raised or any(visit.aborted for visit in self.visits)
         ended = self.mover.transfer.mark()
         self.mover.finish_use()
+        self.mover.release_unreachable()
         abandoned = sum(cargo.slots for visit in self.visits for cargo in visit.cargos if cargo.lease)
         for visit in self.visits:
             visit.release()

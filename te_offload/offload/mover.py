@@ -10,7 +10,10 @@ what moves, or when it comes back (returns.py does).
 from __future__ import annotations
 
 import collections
+import gc
 import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -51,6 +54,21 @@ class Home(Protocol):
         """
 
 
+class _Collections:
+    """Follows Python's garbage collector, which may run in the middle of anything, and on any thread.
+
+    Attributes:
+        thread: on which it runs now.
+    """
+
+    def __init__(self) -> None:
+        self.thread: int | None = None
+
+    def __call__(self, phase: str, _: object) -> None:
+        """For ``gc.callbacks``."""
+        self.thread = threading.get_ident() if phase == "start" else None
+
+
 class Mover:
     """Executes copies for one session.
 
@@ -75,6 +93,10 @@ class Mover:
         self.homes: list[Home] = []
         self._in_use: Cargo | None = None  # given out last, and used by an op that may not be over
         self._leaving: collections.deque[Cargo] = collections.deque()
+        self._unreachable: collections.deque[Cargo] = collections.deque()  # found by a garbage collection
+        self._collections = _Collections()
+        gc.callbacks.append(self._collections)
+        weakref.finalize(self, gc.callbacks.remove, self._collections).atexit = False  # type: ignore[misc]
         # NVTX ranges, named by the slot, around what queues its copies. NVTX itself looks at this variable, which profilers
         # set, and does nothing without it.
         self._ranges = device.type == "cuda" and "NVTX_INJECTION64_PATH" in os.environ
@@ -226,6 +248,21 @@ class Mover:
                 cargo.needed = self.transfer.mark()
                 self.transfer.block_compute(ended)
             cargo.move(RETURNED)
+
+    def nobody_left(self, cargo: Cargo) -> None:
+        """Nobody can ask for a cargo any more: release it, but not from within a garbage collection, which may have
+        interrupted this object, or another one, anywhere: then when the session does something next.
+        """
+        thread = self._collections.thread
+        if thread is None or thread != threading.get_ident():
+            self.release(cargo)
+        else:
+            self._unreachable.append(cargo)
+
+    def release_unreachable(self) -> None:
+        """Release what garbage collections have found."""
+        while self._unreachable:
+            self.release(self._unreachable.popleft())
 
     def release(self, cargo: Cargo) -> None:
         """Give back what a cargo holds on either side. Does nothing for a cargo that was released."""

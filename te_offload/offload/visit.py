@@ -316,6 +316,7 @@ class LayerVisit(SlotObserver):
             return
         self._loaded = True
         mover = self._engine.mover
+        mover.release_unreachable()
         if not self._takes and not self.entries:  # no op of ours said what it saved: say that much
             entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False)
             entry.reason = self._stays
@@ -465,4 +466,4 @@ def _nbytes_held(entry: SlotEntry) -> int:
 
 
 def _nobody_left(mover: Mover, cargo: Cargo, _: Any) -> None:
-    mover.release(cargo)
+    mover.nobody_left(cargo)
