@@ -114,10 +114,11 @@ def test_commits_can_come_after_the_next_launch(machine: Machine, delay: bool) -
         assert ("8 commits came after a launch" in graphs.report()) is delay
 
 
-def test_what_went_to_the_host_has_no_memory_until_it_is_back(machine: Machine) -> None:
+@pytest.mark.parametrize("kind", ["", "slot"])
+def test_what_went_to_the_host_has_no_memory_until_it_is_back(machine: Machine, kind: str) -> None:
     used = []
     for min_bytes in (1 << 30, 0):
-        stack = layers(machine)
+        stack = layers(machine, kind=kind)
         with OffloadSession(stack, min_bytes=min_bytes) as session, capture_layers(stack, session=session) as graphs:
             for x in batches(5):
                 with session.step():
