@@ -82,3 +82,22 @@ def test_session_is_told_since_when_a_replayed_slot_is_there(machine: Machine, m
     with OffloadSession(stack, min_bytes=0) as session:
         rows_after(stack, eager, session)
     assert told == [False] * 3 * 2 + [True] * 3 * 4  # now, while layers are warmed up
+
+
+@pytest.mark.parametrize("kind", ["", "slot"])
+def test_what_went_to_the_host_has_no_memory_until_it_is_back(machine: Machine, kind: str) -> None:
+    used = []
+    for min_bytes in (1 << 30, 0):
+        stack = layers(machine, kind=kind)
+        with OffloadSession(stack, min_bytes=min_bytes) as session, capture_layers(stack, session=session) as graphs:
+            for x in batches(5):
+                with session.step():
+                    run(stack, x)
+            with session.step():
+                x = batches(1)[0]
+                for layer in stack:
+                    x = x + layer(x)
+                graphs.settle()
+                used.append(graphs.used_bytes)
+                x.sum().backward()
+    assert used[0] - used[1] == 3 * (2 << 20)  # `inner` of each layer, in pages
