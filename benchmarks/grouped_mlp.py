@@ -169,7 +169,7 @@ def _quack_gemm(
         tile.columns,
         tile.cluster_rows,
         tile.cluster_columns,
-        tile_K=tile.depth,
+        tile_K=tile.per_stage,
         pingpong=tile.pingpong,
         **offsets,
     )

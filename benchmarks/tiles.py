@@ -22,13 +22,12 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.grouped_mlp import Step, milliseconds, split
+from benchmarks.grouped_mlp import Step, captured, milliseconds, split
 from te_offload.fused.kernels import sm90
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.sm90_launch import Tile
@@ -36,7 +35,7 @@ from te_offload.fused.kernels.sm90_launch import Tile
 IN_USE = "in use"
 PRODUCTS = ("fc1", "fc2", "dact", "wgrad", "dgrad")
 REST_S = 0.02
-_SPEC = re.compile(r"(?P<columns>\d+)(?P<turns>t?)(/(?P<depth>\d+))?(@(?P<above>\d)x(?P<beside>\d))?")
+_SPEC = re.compile(r"(?P<columns>\d+)(?P<turns>t?)(/(?P<per_stage>\d+))?(@(?P<above>\d)x(?P<beside>\d))?")
 
 
 def parse_tile(text: str) -> Tile:
@@ -49,8 +48,8 @@ def parse_tile(text: str) -> Tile:
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no tile; 192t/32@2x1 would be one, and 256.")
     above, beside = int(found["above"] or 1), int(found["beside"] or 1)
-    depth = None if found["depth"] is None else int(found["depth"])
-    return Tile(128, int(found["columns"]), above, beside, pingpong=bool(found["turns"]), depth=depth)
+    per_stage = None if found["per_stage"] is None else int(found["per_stage"])
+    return Tile(128, int(found["columns"]), above, beside, pingpong=bool(found["turns"]), per_stage=per_stage)
 
 
 def random_split(experts: int, tokens: int) -> list[int]:
@@ -138,15 +137,6 @@ class Case:
         }
 
 
-def replayed(run: Callable[[], object]) -> Step:
-    """A captured call of what has run before."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def compare(case: Case, product: str, tiles: dict[str, Tile | None], rounds: int) -> dict[str, dict[str, Any]]:
     """Each tile's medians, and whether its bits are those of the first one."""
     first: list[torch.Tensor] = []
@@ -159,10 +149,8 @@ def compare(case: Case, product: str, tiles: dict[str, Tile | None], rounds: int
         first = first or results
         found[label] = {"same_bits": all(map(torch.equal, first, results))}
         del results
-        kept.append(
-            (products, dict(vars(products)))
-        )  # what the product reads by itself: a capture of all makes its own
-        steps[label] = {"alone": replayed(getattr(products, product)), "step": replayed(products.step)}
+        kept.append((products, dict(vars(products))))  # also what the product reads by itself
+        steps[label] = {"alone": captured(getattr(products, product)), "step": captured(products.step)}
     times: dict[tuple[str, str], list[float]] = {}
     shuffled, labels = random.Random(0), list(tiles)
     for kind in ("alone", "step"):

@@ -249,9 +249,9 @@ class Mover:
                 self.transfer.block_compute(ended)
             cargo.move(RETURNED)
 
-    def nobody_left(self, cargo: Cargo) -> None:
-        """Nobody can ask for a cargo any more: release it, but not from within a garbage collection, which may have
-        interrupted this object, or another one, anywhere: then when the session does something next.
+    def nobody_left(self, cargo: Cargo, _: object) -> None:
+        """Nobody can ask for a cargo any more: release it; but not from within a garbage collection, which may have
+        interrupted this object anywhere: then when the next forward is decided on, or the step ends.
         """
         thread = self._collections.thread
         if thread is None or thread != threading.get_ident():

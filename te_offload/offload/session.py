@@ -234,10 +234,7 @@ class OffloadSession:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory on loan now."""
-        if self._engine is None:
-            return 0
-        self._engine.mover.release_unreachable()
-        return self._engine.pool.live_bytes
+        return self._engine.pool.live_bytes if self._engine is not None else 0
 
     @property
     def fusions(self) -> tuple[tuple[str, Fusion], ...]:

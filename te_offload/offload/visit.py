@@ -388,7 +388,7 @@ class LayerVisit(SlotObserver):
 
     def _watch(self, cargo: Cargo, handles: list[Saved]) -> None:
         """Know its handles, and give its bytes back when nobody can ask for them any more."""
-        nobody_left = functools.partial(_nobody_left, self.mover, cargo)
+        nobody_left = functools.partial(self.mover.nobody_left, cargo)
         if len(handles) == 1:
             cargo.watch = watch = weakref.ref(handles[0], nobody_left)
             cargo.users = (watch,)
@@ -463,7 +463,3 @@ class LayerVisit(SlotObserver):
 def _nbytes_held(entry: SlotEntry) -> int:
     tensors = [tensor for handle in entry.live_handles() for tensor in handle.held]
     return sum([tensor.numel() * tensor.element_size() for tensor in tensors])
-
-
-def _nobody_left(mover: Mover, cargo: Cargo, _: Any) -> None:
-    mover.nobody_left(cargo)

@@ -47,7 +47,7 @@ def test_warp_groups_share_a_tile_where_experts_have_few_tokens(product: str, re
 @pytest.mark.parametrize("regime", sm90.Regime)
 def test_gradients_of_weights_load_32_tokens_at_once(regime: sm90.Regime) -> None:
     tile = sm90.tile_for("wgrad", regime, 1408, 2048)
-    assert (tile.columns, tile.depth, tile.cluster_rows) == (192, 32, 1)
+    assert (tile.columns, tile.per_stage, tile.cluster_rows) == (192, 32, 1)
 
 
 def test_gradients_of_1408_columns_are_cut_so_that_fewer_are_padded_where_experts_have_tokens_enough() -> None:

@@ -24,12 +24,12 @@ from te_offload.fused.kernels.sm90_launch import Tile
     ("text", "tile"),
     [
         ("256", Tile(128, 256, 1, 1)),
-        ("192t/32", Tile(128, 192, 1, 1, pingpong=True, depth=32)),
+        ("192t/32", Tile(128, 192, 1, 1, pingpong=True, per_stage=32)),
         ("160t@2x1", Tile(128, 160, 2, 1, pingpong=True)),
-        ("192t/32@1x2", Tile(128, 192, 1, 2, pingpong=True, depth=32)),
+        ("192t/32@1x2", Tile(128, 192, 1, 2, pingpong=True, per_stage=32)),
     ],
 )
-def test_a_tile_is_its_columns_turns_depth_and_cluster(text: str, tile: Tile) -> None:
+def test_a_tile_is_its_columns_turns_products_a_stage_and_cluster(text: str, tile: Tile) -> None:
     assert tiles.parse_tile(text) == tile
 
 
@@ -81,7 +81,7 @@ def test_one_product_takes_other_tiles_and_all_is_timed_alone_and_as_a_step(
         return count
 
     monkeypatch.setattr(sm90, "Sm90Kernels", AskedKernels)
-    monkeypatch.setattr(tiles, "replayed", lambda run: run)
+    monkeypatch.setattr(tiles, "captured", lambda run: run)
     monkeypatch.setattr(tiles, "milliseconds", milliseconds)
     monkeypatch.setattr(tiles, "REST_S", 0.0)
     case = tiles.Case(16, 24, [5, 0, 7, 4], device="cpu")

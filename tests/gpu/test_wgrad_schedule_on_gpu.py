@@ -94,8 +94,8 @@ def test_bits_are_those_of_twice_as_many_tokens_loaded_at_once(sizes: list[int])
     from te_offload.fused.kernels import sm90
 
     tile = sm90.tile_for("wgrad", sm90.Regime.MANY, *SHAPES["single tiles"])
-    assert tile.depth == 32
-    offsets, tiles = offsets_of(sizes), (tile, tile._replace(depth=64))
+    assert tile.per_stage == 32
+    offsets, tiles = offsets_of(sizes), (tile, tile._replace(per_stage=64))
     found = [wgrads(sizes, torch.bfloat16, accumulate=False, tile=one)(offsets) for one in tiles]
     assert torch.equal(*[one.view(torch.int16) for one in found]) and bool(found[0].isfinite().all())
 

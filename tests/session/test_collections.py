@@ -73,8 +73,9 @@ def test_forward_found_on_another_thread_is_released_on_that_of_the_step(monkeyp
         abandon_in_a_cycle(model)
         with ThreadPoolExecutor(1) as other:
             other.submit(gc.collect).result()
-        assert not threads and session.host_bytes == 0  # asking for it released them
-        assert threads == {threading.get_ident()}
+        assert not threads and session.host_bytes > 0
+        run(model, SPLITS)
+        assert threads == {threading.get_ident()} and session.host_bytes == 0
 
 
 def test_forward_that_a_collection_found_makes_room_for_the_next_one() -> None:

@@ -48,7 +48,7 @@ class Regime(enum.Enum):
 # Two warp groups at one tile, or in turns: then of whole strips where weights are read transposed.
 _SHARED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03))
 _SHARED_TURNED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 1, pingpong=True), 1.03))
-_WGRAD = Tile(128, 192, 1, 1, pingpong=True, depth=32)
+_WGRAD = Tile(128, 192, 1, 1, pingpong=True, per_stage=32)
 _DEEP = 2560  # products a sum: of fewer, what is done with the sums takes long, and two warp groups should take turns
 _MANY_DEEP: Tiles = (
     (Tile(128, 256), 1.0),
@@ -267,7 +267,7 @@ class Sm90Kernels:
                     kernel.__name__,
                     (a.dtype, b.dtype),
                     grads.dtype,
-                    tile[:2] if tile.depth is None else (*tile[:2], tile.depth),
+                    tile[:2] if tile.per_stage is None else (*tile[:2], tile.per_stage),
                     cluster,
                     pingpong=tile.pingpong,
                     ordered=ordered,

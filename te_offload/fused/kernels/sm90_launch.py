@@ -20,7 +20,7 @@ SWIZZLE = 8  # tiles side by side that are computed one after the other, for the
 
 class Tile(NamedTuple):
     """How a GEMM is cut: rows and columns of a tile, tiles of a cluster each way, whether two warp groups take turns, and
-    how many products of each sum are loaded at once (``None``: QuACK's 128 bytes).
+    how many products of each sum a stage of operands holds (``None``: QuACK's 128 bytes).
     """
 
     rows: int
@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     cluster_rows: int = 2
     cluster_columns: int = 1
     pingpong: bool = False
-    depth: int | None = None
+    per_stage: int | None = None
 
     def parts(self, columns: int) -> int:
         """Tiles side by side that cover so many columns."""
@@ -89,7 +89,7 @@ class Launches:
                     epi_values=values,
                     tile_M=tile.rows,
                     tile_N=tile.columns,
-                    tile_K=tile.depth,
+                    tile_K=tile.per_stage,
                     cluster_M=tile.cluster_rows,
                     cluster_N=tile.cluster_columns,
                     pingpong=tile.pingpong,
