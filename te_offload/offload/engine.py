@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 import time
 
 import torch
@@ -144,6 +145,7 @@ class Engine:
         self._begin()
 
     def _begin(self) -> None:
+        self.mover.thread = threading.get_ident()
         self.mover.counts = Counts()
         self.pool.peak_bytes = self.pool.live_bytes
         self.visits = []

@@ -26,6 +26,9 @@ from te_offload.offload.saved import let_go
 from te_offload.offload.states import KEPT, LEAVING, ON_HOST, RELEASED, RETURNED, RETURNING
 from te_offload.offload.transfer import Mark, Transfer
 
+_current_backward = torch._C._current_graph_task_id  # which backward this thread is in
+_NO_BACKWARD = -1
+
 
 class Counts:
     """Bytes and copies of one step, the resident bytes over it, and the waits of the compute stream."""
@@ -78,6 +81,7 @@ class Mover:
     Attributes:
         max_in_flight: most bytes on the device that wait for nothing but the end of their copy out.
         in_flight: how many do now.
+        thread: that of the step.
         knows_ends: whether the end of a copy can be asked for: not while a CUDA graph is captured.
         homes: of tensors that come back to the addresses where they were.
     """
@@ -89,11 +93,12 @@ class Mover:
         self.max_in_flight = max_in_flight
         self.counts = Counts()
         self.in_flight = 0
+        self.thread = threading.get_ident()
         self.knows_ends = True
         self.homes: list[Home] = []
         self._in_use: Cargo | None = None  # given out last, and used by an op that may not be over
         self._leaving: collections.deque[Cargo] = collections.deque()
-        self._unreachable: collections.deque[Cargo] = collections.deque()  # found by a garbage collection
+        self._unreachable: collections.deque[Cargo] = collections.deque()  # what nobody holds, released later
         self._collections = _Collections()
         gc.callbacks.append(self._collections)
         weakref.finalize(self, gc.callbacks.remove, self._collections).atexit = False  # type: ignore[misc]
@@ -251,16 +256,17 @@ class Mover:
 
     def nobody_left(self, cargo: Cargo, _: object) -> None:
         """Nobody can ask for a cargo any more: release it; but not from within a garbage collection, which may have
-        interrupted this object anywhere: then when the next forward is decided on, or the step ends.
+        interrupted this object anywhere, nor on a thread that is neither the step's nor in a backward, beside whatever
+        those do: then when the next forward is decided on, or the step ends.
         """
-        thread = self._collections.thread
-        if thread is None or thread != threading.get_ident():
-            self.release(cargo)
-        else:
+        thread = threading.get_ident()
+        if thread == self._collections.thread or (thread != self.thread and _current_backward() == _NO_BACKWARD):
             self._unreachable.append(cargo)
+        else:
+            self.release(cargo)
 
     def release_unreachable(self) -> None:
-        """Release what garbage collections have found."""
+        """Release what garbage collections and other threads have let go of."""
         while self._unreachable:
             self.release(self._unreachable.popleft())
 

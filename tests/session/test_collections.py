@@ -1,4 +1,4 @@
-"""Forwards that Python's garbage collector finds: it may run in the middle of anything, and on any thread."""
+"""Forwards that Python's garbage collector finds, in the middle of anything and on any thread, or another thread drops."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ def collected_when_asked_for() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """On which cargos were released."""
+    release, found = Mover.release, set[int]()
+
+    def note(self: Mover, cargo: Any) -> None:
+        found.add(threading.get_ident())
+        release(self, cargo)
+
+    monkeypatch.setattr(Mover, "release", note)
+    return found
 
 
 def abandon_in_a_cycle(model: Stack) -> None:
@@ -61,14 +74,8 @@ def test_forward_found_while_host_memory_is_handed_out_is_released_afterwards(mo
     assert session.host_bytes == 0
 
 
-def test_forward_found_on_another_thread_is_released_on_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, release, threads = Stack(2), Mover.release, set[int]()
-
-    def note(self: Mover, cargo: Any) -> None:
-        threads.add(threading.get_ident())
-        release(self, cargo)
-
-    monkeypatch.setattr(Mover, "release", note)
+def test_forward_found_on_another_thread_is_released_on_that_of_the_step(threads: set[int]) -> None:
+    model = Stack(2)
     with OffloadSession(model.layers, min_bytes=0) as session, session.step():
         abandon_in_a_cycle(model)
         with ThreadPoolExecutor(1) as other:
@@ -76,6 +83,45 @@ def test_forward_found_on_another_thread_is_released_on_that_of_the_step(monkeyp
         assert not threads and session.host_bytes > 0
         run(model, SPLITS)
         assert threads == {threading.get_ident()} and session.host_bytes == 0
+
+
+def test_forward_that_another_thread_drops_last_is_released_on_that_of_the_step(threads: set[int]) -> None:
+    model = Stack(2)
+    with OffloadSession(model.layers, min_bytes=0) as session, session.step():
+        x, sizes, scales = make_inputs(SPLITS)
+        losses = [model(x, sizes, scales, sizes)]
+        with ThreadPoolExecutor(1) as other:
+            other.submit(losses.clear).result()
+        assert not threads and session.host_bytes > 0
+        run(model, SPLITS)
+        assert threads == {threading.get_ident()} and session.host_bytes == 0
+
+
+def test_forward_dropped_by_its_step_is_released_at_once_whichever_thread_that_is() -> None:
+    model = Stack(2)
+
+    def abandon() -> tuple[int, int]:
+        x, sizes, scales = make_inputs(SPLITS)
+        with session.step():
+            losses = [model(x, sizes, scales, sizes)]
+            held = session.host_bytes
+            losses.clear()
+            return held, session.host_bytes
+
+    with OffloadSession(model.layers, min_bytes=0) as session, ThreadPoolExecutor(1) as other:
+        for held, left in (abandon(), other.submit(abandon).result(), abandon()):
+            assert held > 0 and left == 0
+
+
+def test_backward_on_another_thread_releases_each_slot_as_it_is_used(threads: set[int]) -> None:
+    model = Stack(2)
+    with OffloadSession(model.layers, min_bytes=0) as session, session.step():
+        x, sizes, scales = make_inputs(SPLITS)
+        loss = model(x, sizes, scales, sizes).float().square().sum()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(loss.backward).result()
+            here = threading.get_ident()
+        assert threads and here not in threads and session.host_bytes == 0
 
 
 def test_forward_that_a_collection_found_makes_room_for_the_next_one() -> None:
