@@ -194,8 +194,11 @@ class Load:
         for handle in self.handles:
             handle.cargo = None
         for load in (self, *self.others):
-            load.entry.fate, load.entry.reason = Fate.KEPT, reason
             load.entry.cargo, load.entry.bytes_out = None, 0
+        others = [load.entry for load in self.others]
+        for entry in (self.entry, *others, *[handle.entry for handle in self.handles]):
+            if all(handle.cargo is None for handle in entry.live_handles()):  # no bytes of it went with another slot
+                entry.fate, entry.reason = Fate.KEPT, reason
 
     def _that_go(self) -> list[Saved]:
         """The handles that are on a cargo."""

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from te_offload import Fate, OffloadSession, Reason
 from te_offload.errors import CopyError
 from te_offload.offload import engine as engine_module
 from te_offload.offload.transfer import Copy, CpuTransfer, Mark, Piece
+from te_offload.slots import SlotName
 from tests.session.test_lifetime import SPLITS, Stack
+from tests.session.test_regions import Layer
 from tests.support.mlp import assert_same_bits, run
 
 pytestmark = pytest.mark.usefixtures("alone_and_together")
@@ -68,3 +71,21 @@ def test_session_closes_after_a_refused_copy_that_ends_it(monkeypatch: pytest.Mo
         session.step(),
     ):
         run(model, SPLITS)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_slots_of_one_memory_stay_together_when_its_copy_is_refused(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(engine_module, "make_transfer", lambda device, stream: Refusing(out=number))
+    memory = torch.arange(4096.0)
+    parts = [memory[:1024], memory[1024:], torch.ones(7)]
+    layer = Layer(lambda: [parts.pop(0)], ("first", "second", "third"))
+    with OffloadSession(layer, min_bytes=0) as session:
+        layer.session = session
+        with pytest.raises(CopyError, match="out of luck"), session.step():
+            layer(torch.zeros(4, requires_grad=True)).sum().backward()
+    rows = {row.op: row for row in session.records[-1].slots if row.slot is SlotName.REGION}
+    refused = {name for name, row in rows.items() if row.fate is Fate.KEPT and row.reason is Reason.REFUSED}
+    assert refused == set(rows) if number == 0 else refused in ({"first", "second"}, {"third"})
+    assert {name for name, row in rows.items() if row.fate is Fate.OFFLOADED} == set(rows) - refused
