@@ -155,9 +155,12 @@ class Engine:
 
     def open_visit(self, layer: str, module: torch.nn.Module | None, forward: int, stays: Reason) -> LayerVisit:
         """A forward begins; its hooks are not on yet."""
+        throttles = self.mover.counts.throttles
+        before = len(throttles)
         if self.mover.homes:  # where its graph writes, something that was read may still lie: it is not replayed then
             self.mover.settle_recalled(0)
         visit = LayerVisit(layer, module, forward, self, stays)
+        visit.waits_before = before, len(throttles)
         self.visits.append(visit)
         return visit
 

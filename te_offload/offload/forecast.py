@@ -19,20 +19,21 @@ _ENOUGH = 1.02  # of the time with the largest factor
 
 def work_of(record: StepRecord) -> list[Work]:
     """The work of a step in the order of the compute stream, waits for copies taken out."""
-    moments: list[tuple[float, Key, bool, float]] = []
+    moments: list[tuple[float, float, Key, bool, float]] = []  # where work had ended, and where more began after waits
     exposed: collections.Counter[Key] = collections.Counter()
     for row in record.slots:
         exposed[row.layer, row.forward] += row.exposed_ms  # type: ignore[assignment]
     for window in record.windows:
         key = window.layer, window.forward
-        moments.append((window.begin_ms, key, False, window.throttled_ms))
-        if window.needed_ms is not None:
-            moments.append((window.needed_ms, key, True, exposed[key]))
+        begin, needed = window.begin_ms, window.needed_ms
+        moments.append((begin - window.throttled_before_ms, begin, key, False, window.throttled_ms))
+        if needed is not None:
+            moments.append((needed - window.throttled_before_backward_ms, needed, key, True, exposed[key]))
     moments.sort(key=lambda moment: moment[0])
     ends = [moment[0] for moment in moments[1:]] + [record.step_ms]
     return [
         Work(key, backward, max(0.0, end - begin - waited))
-        for (begin, key, backward, waited), end in zip(moments, ends, strict=True)
+        for (_, begin, key, backward, waited), end in zip(moments, ends, strict=True)
     ]
 
 

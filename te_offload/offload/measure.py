@@ -191,28 +191,36 @@ def _windows(step: FinishedStep, transfer: Transfer) -> tuple[Window, ...]:
     backward: dict[int, tuple[int, float]] = {}
     for number, visit in enumerate(step.reads):
         assert visit.needed is not None
-        following = step.reads[number + 1].needed if number + 1 < len(step.reads) else step.ended
-        assert following is not None
         waited = sum(_exposed(cargo, transfer) for cargo in visit.cargos)
+        following: Mark | None = step.ended
+        if number + 1 < len(step.reads):
+            following = step.reads[number + 1].needed
+            waited += _throttled(step, step.reads[number + 1].waits_before_backward, transfer)
+        assert following is not None
         backward[id(visit)] = (number, max(0.0, transfer.milliseconds(visit.needed, following) - waited))
     windows = []
     for visit in step.visits:
         if visit.began is None or visit.ended is None:
             continue  # it was left alone, or raised
         read, backward_ms = backward.get(id(visit), (None, None))
-        throttles = step.counts.throttles[slice(*visit.throttles)]
         windows.append(
             Window(
                 layer=visit.layer,
                 forward=visit.forward,
                 begin_ms=transfer.milliseconds(step.began, visit.began),
                 forward_ms=transfer.milliseconds(visit.began, visit.ended),
-                throttled_ms=sum(max(0.0, transfer.milliseconds(*throttle)) for throttle in throttles),
+                throttled_ms=_throttled(step, visit.waits_after, transfer),
                 needed_ms=None
                 if read is None or visit.needed is None
                 else transfer.milliseconds(step.began, visit.needed),
                 backward_ms=backward_ms,
                 read=read,
+                throttled_before_ms=_throttled(step, visit.waits_before, transfer),
+                throttled_before_backward_ms=_throttled(step, visit.waits_before_backward, transfer),
             )
         )
     return tuple(windows)
+
+
+def _throttled(step: FinishedStep, which: tuple[int, int], transfer: Transfer) -> float:
+    return sum(max(0.0, transfer.milliseconds(*wait)) for wait in step.counts.throttles[slice(*which)])

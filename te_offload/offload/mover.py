@@ -143,9 +143,7 @@ class Mover:
             if not cargo.left:
                 if self.in_flight <= self.max_in_flight or len(self._leaving) == 1:
                     break
-                if self.transfer.timed:
-                    self.counts.throttles.append((self.transfer.mark(), cargo.out.ended))
-                self.transfer.block_compute(cargo.out.ended)
+                self._block_for_room(cargo.out.ended)
             self._leaving.popleft()
             self._let_go(cargo)
 
@@ -162,10 +160,16 @@ class Mover:
             if not cargo.out.ended.is_over():  # nor are those after it: copies out end in their order
                 if room is None or held <= room:
                     break
-                self.transfer.block_compute(cargo.out.ended)
+                self._block_for_room(cargo.out.ended)
             held -= cargo.copied
             self._leaving.remove(cargo)
             self._let_go(cargo)
+
+    def _block_for_room(self, ended: Mark) -> None:
+        """The compute stream waits for a copy out, to stay within the bound."""
+        if self.transfer.timed:
+            self.counts.throttles.append((self.transfer.mark(), ended))
+        self.transfer.block_compute(ended)
 
     def let_go(self, cargo: Cargo) -> None:
         """Let go of one cargo's device memory, after its copy out."""

@@ -101,6 +101,8 @@ class Window:
         begin_ms: from the step's begin to the forward's.
         forward_ms: from the forward's begin to its end.
         throttled_ms: how long the compute stream then waited for copies out, to stay within ``max_in_flight``.
+        throttled_before_ms, throttled_before_backward_ms: how long it had waited for those of what was read before it had
+            left: before ``begin_ms``, where layers are graphs, and before ``needed_ms``.
         needed_ms: from the step's begin to the backward's first read; ``None`` if there was none.
         backward_ms: from there to the first read of the next forward, waits for copies taken out.
         read: number of this backward among those of the step, from 0.
@@ -114,6 +116,8 @@ class Window:
     needed_ms: float | None
     backward_ms: float | None
     read: int | None
+    throttled_before_ms: float = 0.0
+    throttled_before_backward_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -198,8 +202,11 @@ class StepRecord:
 
     @property
     def throttled_ms(self) -> float:
-        """How long forwards waited for copies out, to stay within ``max_in_flight``."""
-        return sum(window.throttled_ms for window in self.windows)
+        """How long the compute stream waited for copies out, to stay within ``max_in_flight``."""
+        return sum(
+            window.throttled_ms + window.throttled_before_ms + window.throttled_before_backward_ms
+            for window in self.windows
+        )
 
     @property
     def out_gbs(self) -> float | None:

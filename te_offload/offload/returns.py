@@ -72,7 +72,10 @@ class Returns:
         if not self.reads:
             self._mover.note(BACKWARD_BEGINS)
         back = sum([cargo.copied for cargo in visit.cargos if cargo.state is ON_HOST or cargo.state is RETURNING])
+        throttles = self._mover.counts.throttles
+        before = len(throttles)
         self._mover.settle_recalled(self._mover.max_in_flight - back if self._mover.knows_ends else 0)
+        visit.waits_before_backward = before, len(throttles)
         visit.needed = free = self._mover.transfer.mark()
         self.reads.append(visit)
         self._ahead -= visit.ahead

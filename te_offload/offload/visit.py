@@ -91,7 +91,8 @@ class LayerVisit(SlotObserver):
         self.needed: Mark | None = None
         self.keep = Reason.NONE
         self._loaded = False
-        self.throttles = (0, 0)  # which of the step's waits for copies out were for this forward
+        # Which of the step's waits for copies out were before this forward, after it, and before its backward.
+        self.waits_before = self.waits_after = self.waits_before_backward = (0, 0)
         self._module = module
         self._engine = engine
         self._stays = stays
@@ -354,7 +355,7 @@ class LayerVisit(SlotObserver):
         before = len(mover.counts.throttles)
         if self._takes:
             mover.settle()
-        self.throttles = (before, len(mover.counts.throttles))
+        self.waits_after = before, len(mover.counts.throttles)
 
     def _owned_storages(self) -> frozenset[int]:
         """Those of the layer's parameters, looked up once a step."""

@@ -11,6 +11,7 @@ from te_offload import OffloadSession, StepRecord
 from te_offload.offload import engine as engine_module
 from te_offload.offload import session as session_module
 from te_offload.offload.decide import Rules
+from te_offload.offload.forecast import work_of
 from tests.support.simulated_device import RATE, SimulatedDevice, predicted, stack
 
 LAYERS = 8
@@ -48,6 +49,42 @@ def test_step_is_no_longer_than_predicted_and_no_shorter_than_its_work(
     assert max(work, record.bytes_back / RATE) - 1e-6 <= found
     assert found <= predicted(LAYERS, SLOTS, forward_ms, backward_ms, bound).step_ms + 1e-6
     assert record.bytes_out == LAYERS * sum(SLOTS)
+
+
+@pytest.mark.parametrize("bound", [0, 3_200, 25_600, 40_000, 60_800, 120_000])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_record_tells_work_from_every_wait(device: SimulatedDevice, shape: str, bound: int) -> None:
+    forward_ms, backward_ms = SHAPES[shape]
+    _, record = _step(device, forward_ms, backward_ms, bound)
+    waits = record.throttled_ms + record.exposed_ms
+    assert record.step_ms == pytest.approx(LAYERS * (forward_ms + backward_ms) + waits)
+    assert [window.backward_ms for window in record.windows] == [pytest.approx(backward_ms)] * LAYERS
+    wanted = [pytest.approx(ms) for ms in (forward_ms, backward_ms)]
+    assert [work.ms for work in work_of(record)] == LAYERS * wanted[:1] + LAYERS * wanted[1:]
+
+
+def test_record_tells_the_wait_before_the_next_forward_of_a_graph_whose_memory_is_still_read(
+    device: SimulatedDevice,
+) -> None:
+    model = stack(device, LAYERS, SLOTS, 6.0, 1.0)
+    with OffloadSession(list(model), min_bytes=0, max_in_flight=1 << 30) as session:
+        for _ in range(2):
+            with session.step():
+                assert session._engine is not None
+                session._engine.mover.homes = [_Home()]
+                for _ in range(2):
+                    model(torch.zeros(1, requires_grad=True)).backward()
+        record = session.records[-1]
+    assert [window.layer for window in record.windows if window.throttled_before_ms > 0] == ["layer0"]
+    assert record.step_ms == pytest.approx(2 * LAYERS * (6.0 + 1.0) + record.throttled_ms + record.exposed_ms)
+    assert [work.ms for work in work_of(record)] == 2 * (LAYERS * [pytest.approx(6.0)] + LAYERS * [pytest.approx(1.0)])
+
+
+class _Home:
+    """A layer is a graph, which writes where it pleases."""
+
+    def place_of(self, begin: int, nbytes: int) -> None:
+        return None
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -78,10 +78,13 @@ def record(monkeypatch: pytest.MonkeyPatch) -> StepRecord:
 def test_window_of_a_backward_and_its_waits_reach_to_the_next_one(record: StepRecord) -> None:
     windows = sorted(record.windows, key=lambda window: window.read or 0)
     assert [window.layer for window in windows] == ["layer3", "layer2", "layer1", "layer0"]
-    needed = [window.needed_ms for window in windows]
-    for window, begin, end in zip(windows, needed, [*needed[1:], record.step_ms], strict=True):
+    needed = [window.needed_ms for window in windows if window.needed_ms is not None]
+    throttled = [window.throttled_before_backward_ms for window in windows]
+    assert throttled[0] == 0 and any(throttled)
+    ends = [moment - waited for moment, waited in zip((*needed[1:], record.step_ms), (*throttled[1:], 0), strict=True)]
+    for window, begin, end in zip(windows, needed, ends, strict=True):
         exposed = sum(row.exposed_ms for row in record.slots if row.layer == window.layer)
-        assert begin is not None and end is not None and window.backward_ms is not None
+        assert window.backward_ms is not None
         assert window.backward_ms + exposed == pytest.approx(end - begin)
     assert record.exposed_ms == pytest.approx(sum(row.exposed_ms for row in record.slots)) and record.exposed_ms > 0
 
