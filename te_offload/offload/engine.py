@@ -196,13 +196,14 @@ class Engine:
         """
         self.commit_delayed()
         raised = raised or any(visit.aborted for visit in self.visits)
-        ended = self.mover.transfer.mark()
         self.mover.finish_use()
         self.mover.release_unreachable()
         abandoned = sum(cargo.slots for visit in self.visits for cargo in visit.cargos if cargo.lease)
         for visit in self.visits:
             visit.release()
+        before = len(self.mover.counts.throttles)
         self.mover.drain()
+        ended = self.mover.transfer.mark()
         if self._captured:  # all copies have been waited for in the graph
             self.pool.forget_uses()
             self.mover.transfer.capture(on=False)
@@ -229,6 +230,7 @@ class Engine:
                 visits=self.visits,
                 reads=self.returns.reads,
                 counts=self.mover.counts,
+                waits_at_end=(before, len(self.mover.counts.throttles)),
                 abandoned=abandoned,
                 raised=raised,
                 planned=self.rules.plan is not None,

@@ -30,7 +30,7 @@ def work_of(record: StepRecord) -> list[Work]:
         if needed is not None:
             moments.append((needed - window.throttled_before_backward_ms, needed, key, True, exposed[key]))
     moments.sort(key=lambda moment: moment[0])
-    ends = [moment[0] for moment in moments[1:]] + [record.step_ms]
+    ends = [moment[0] for moment in moments[1:]] + [record.step_ms - record.throttled_at_end_ms]
     return [
         Work(key, backward, max(0.0, end - begin - waited))
         for (_, begin, key, backward, waited), end in zip(moments, ends, strict=True)

@@ -31,6 +31,7 @@ class FinishedStep:
     visits: list[LayerVisit]
     reads: list[LayerVisit]
     counts: Counts
+    waits_at_end: tuple[int, int]
     abandoned: int
     raised: bool
     planned: bool
@@ -98,6 +99,7 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         predicted_ms=step.forecast.step_ms if step.forecast else None,
         predicted_waiting_ms=step.forecast.waiting_ms if step.forecast else None,
         timed=step.timed,
+        throttled_at_end_ms=0.0 if clock is None else _throttled(step, step.waits_at_end, clock),
         step_ms=0.0 if clock is None else clock.milliseconds(step.began, step.ended),
         out_ms=0.0 if clock is None else sum(duration(clock, cargo.out) for cargo in copies if cargo.out),
         back_ms=0.0 if clock is None else sum(duration(clock, cargo.back) for cargo in copies if cargo.back),
@@ -191,11 +193,11 @@ def _windows(step: FinishedStep, transfer: Transfer) -> tuple[Window, ...]:
     backward: dict[int, tuple[int, float]] = {}
     for number, visit in enumerate(step.reads):
         assert visit.needed is not None
-        waited = sum(_exposed(cargo, transfer) for cargo in visit.cargos)
         following: Mark | None = step.ended
+        waits = step.waits_at_end
         if number + 1 < len(step.reads):
-            following = step.reads[number + 1].needed
-            waited += _throttled(step, step.reads[number + 1].waits_before_backward, transfer)
+            following, waits = step.reads[number + 1].needed, step.reads[number + 1].waits_before_backward
+        waited = sum(_exposed(cargo, transfer) for cargo in visit.cargos) + _throttled(step, waits, transfer)
         assert following is not None
         backward[id(visit)] = (number, max(0.0, transfer.milliseconds(visit.needed, following) - waited))
     windows = []

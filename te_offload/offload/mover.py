@@ -166,7 +166,7 @@ class Mover:
             self._let_go(cargo)
 
     def _block_for_room(self, ended: Mark) -> None:
-        """The compute stream waits for a copy out, to stay within the bound."""
+        """The compute stream waits for a copy out, so that the memory that it reads may be used."""
         if self.transfer.timed:
             self.counts.throttles.append((self.transfer.mark(), ended))
         self.transfer.block_compute(ended)
@@ -175,7 +175,7 @@ class Mover:
         """Let go of one cargo's device memory, after its copy out."""
         if cargo in self._leaving:
             assert cargo.out is not None
-            self.transfer.block_compute(cargo.out.ended)
+            self._block_for_room(cargo.out.ended)
             self._leaving.remove(cargo)
             self._let_go(cargo)
 

@@ -148,7 +148,8 @@ class StepRecord:
         planned: whether a plan chose the slots.
         predicted_ms, predicted_waiting_ms: what the plan foresaw: the step, and its waits for copies; ``None`` without one.
         timed: whether times were taken; if not, they and ``exempt_bytes`` are ``None`` or 0, and there are no windows.
-        step_ms: the device's time from the step's begin to its end.
+        throttled_at_end_ms: how long the compute stream waited after the last work for copies out that were under way.
+        step_ms: the device's time from the step's begin to its end, that wait included.
         out_ms, back_ms: time during which a copy out, or back, was under way.
     """
 
@@ -177,6 +178,7 @@ class StepRecord:
     predicted_ms: float | None
     predicted_waiting_ms: float | None
     timed: bool
+    throttled_at_end_ms: float
     step_ms: float
     out_ms: float
     back_ms: float
@@ -202,8 +204,8 @@ class StepRecord:
 
     @property
     def throttled_ms(self) -> float:
-        """How long the compute stream waited for copies out, to stay within ``max_in_flight``."""
-        return sum(
+        """How long the compute stream waited for copies out: to stay within ``max_in_flight``, and at the step's end."""
+        return self.throttled_at_end_ms + sum(
             window.throttled_ms + window.throttled_before_ms + window.throttled_before_backward_ms
             for window in self.windows
         )

@@ -142,6 +142,7 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
     trips: dict[Key, list[_Trip]] = {}
     resident = peak = host = host_peak = 0
     in_flight: collections.deque[_Trip] = collections.deque()
+    begun: list[_Trip] = []
     backwards = [item.key for item in work if item.backward]
     done_backwards = 0
     for item in work:
@@ -152,6 +153,7 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
             links.advance(time)
             trips[item.key] = [_Trip(slot.nbytes, time) for slot in slots if slot.goes and slot.nbytes]
             links.out.extend(trips[item.key])
+            begun += trips[item.key]
             in_flight.extend(trips[item.key])
             host += sum(trip.nbytes for trip in trips[item.key])
             host_peak = max(host_peak, host)
@@ -178,7 +180,10 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
         resident -= kept
         host -= sum(trip.nbytes for trip in mine)
         trips.pop(item.key, None)
-    return Forecast(time, waiting, peak, host_peak)
+    end = max(
+        [time, *(links.finish(trip, back=False) for trip in begun)]
+    )  # copies of what was recalled, or is not read
+    return Forecast(end, waiting + end - time, peak, host_peak)
 
 
 def _queue(links: _Links, groups: Sequence[Sequence[_Trip]], time: float, room: float, recall: bool) -> None:

@@ -94,4 +94,10 @@ def test_where_there_is_room_for_all_nothing_waits_but_the_end(device: Simulated
     copies = LAYERS * sum(SLOTS) / RATE
     assert found == pytest.approx(max(LAYERS * (forward_ms + backward_ms), copies))
     assert record.bytes_out == LAYERS * sum(SLOTS)
-    assert record.step_ms == pytest.approx(LAYERS * (forward_ms + backward_ms))
+    assert record.step_ms == pytest.approx(found)
+    assert [window.backward_ms for window in record.windows] == [pytest.approx(backward_ms)] * LAYERS
+    assert (
+        record.throttled_ms
+        == record.throttled_at_end_ms
+        == pytest.approx(found - LAYERS * (forward_ms + backward_ms), abs=1e-6)
+    )

@@ -77,6 +77,7 @@ def record(layers: int = 4, forward: float = 10.0, backward: float = 20.0, **kep
         predicted_ms=None,
         predicted_waiting_ms=None,
         timed=True,
+        throttled_at_end_ms=0.0,
         step_ms=layers * (forward + backward),
         out_ms=total / (10 * MIB),
         back_ms=total / (10 * MIB),

@@ -57,6 +57,7 @@ STEP = StepRecord(
     predicted_ms=None,
     predicted_waiting_ms=None,
     timed=True,
+    throttled_at_end_ms=0.0,
     step_ms=6.5,
     out_ms=0.04,
     back_ms=0.05,

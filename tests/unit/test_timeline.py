@@ -78,16 +78,19 @@ def test_bound_back_brings_back_no_more_than_that_ahead() -> None:
 
 
 def test_what_has_not_left_is_read_where_it_is() -> None:
-    # the out copy is under way at 2 when the backward comes
+    # the copy out is under way from 2 to 12. The backward comes at 2 and is over at 6, and the step when the copy is
     found = simulate(stack(1, 2.0, 4.0), slots(100), LINK, Bounds(recall=True))
-    assert found.step_ms == 6.0 and found.waiting_ms == 0.0
+    assert found.step_ms == 12.0 and found.waiting_ms == 6.0
+    # another layer's backward is longer than that
+    found = simulate(stack(2, 2.0, 4.0), slots(0, 60), LINK, Bounds(recall=True))
+    assert found.step_ms == 12.0 and found.waiting_ms == 0.0
 
 
 def test_what_is_read_where_it_is_takes_no_room_of_what_comes_back() -> None:
     # layer0 is out from 3 to 8. The backward comes at 9: layer2 and layer1 have not left, layer0 comes back at once beside
-    # their copies out, 9 to 19
+    # their copies out, 9 to 19; its backward is over at 20, and the last copy out, alone again from 19, at 23
     found = simulate(stack(3, 3.0, 1.0), slots(50, 50, 50), LINK, Bounds(back=50, recall=True))
-    assert found.step_ms == pytest.approx(20.0)
+    assert found.step_ms == pytest.approx(23.0) and found.waiting_ms == pytest.approx(8.0 + 3.0)
     assert found.peak_bytes == 150
 
 
