@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.overrides
 
 from te_offload.graphs.backend import Pool
 from te_offload.graphs.layers import layer_graphs, pair, scope
@@ -106,10 +107,42 @@ class FakeBackend:
         machine.pool = None if rehearses else FakePool.made[pool.handle]
         machine.capturing = True
         try:
-            result = function()
+            with _Clones(machine):
+                result = function()
         finally:
             machine.pool, machine.capturing = None, False
         return FakeRecording(machine, machine.ran), result
+
+
+class _Clones(torch.overrides.TorchFunctionMode):
+    """Clones have memory from a machine too."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self._machine = machine
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.clone and self._machine.pool is not None:
+            return _Clone.apply(args[0], self._machine)  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+class _Clone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, machine: Machine) -> torch.Tensor:
+        found, before = machine.take(x.shape), machine.ran
+        source, target = (x.data_ptr(), x.shape), (found.data_ptr(), x.shape)
+
+        def run() -> None:
+            before()
+            at(*target).copy_(at(*source))
+
+        machine.ran = run
+        return found.copy_(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
 
 
 class FakeRecording:
