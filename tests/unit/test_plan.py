@@ -285,6 +285,25 @@ def test_bounds_are_the_least_of_five_with_which_the_step_is_no_longer_than_with
     assert factors is None or min(enough) in factors
 
 
+def test_slot_whose_memory_goes_with_another_is_no_parcel_of_its_own() -> None:
+    step = record(layers=1)
+    first, second, *rest = step.slots
+    shared = dataclasses.replace(step, slots=(first, dataclasses.replace(second, bytes_out=MIB), *rest))
+    found = parcels_of(shared)["layer0", 0]
+    assert [parcel.nbytes for parcel in found] == [first.nbytes, MIB, *(row.nbytes for row in rest)]
+    assert second.nbytes > MIB
+
+
+def test_bounds_do_not_ask_what_comes_after_the_last_backward() -> None:
+    step = record(layers=4, backward=2.0)
+    *windows, first = sorted(step.windows, key=lambda window: window.read or 0)
+    assert first.layer == "layer0"
+    longer = dataclasses.replace(step, windows=(dataclasses.replace(first, backward_ms=1000.0), *windows))
+    shorter = dataclasses.replace(step, windows=tuple(dataclasses.replace(w, backward_ms=1.0) for w in step.windows))
+    assert bounds_for(step) == bounds_for(longer)
+    assert bounds_for(step) != bounds_for(shorter)
+
+
 def test_bounds_grow_where_that_saves_time() -> None:
     uneven = record(layers=8)
     windows = [

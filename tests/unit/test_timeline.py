@@ -77,6 +77,23 @@ def test_bound_back_brings_back_no_more_than_that_ahead() -> None:
     assert bound.step_ms == pytest.approx(unbound.step_ms)  # one layer ahead is enough here
 
 
+def test_copy_back_begins_when_there_is_room_and_not_before() -> None:
+    # out 10 to 20, 20 to 30, 30 to 40; layer2 back 40 to 50 and layer1, one ahead, 50 to 60. layer2's backward 50 to 70;
+    # then there is room for layer0, back 70 to 80. layer1's backward 70 to 72, layer0's 80 to 82
+    keys = [(f"layer{number}", 0) for number in range(3)]
+    backwards = [Work(key, True, ms) for key, ms in zip(reversed(keys), (20.0, 2.0, 2.0), strict=True)]
+    work = [*(Work(key, False, 10.0) for key in keys), *backwards]
+    found = simulate(work, slots(100, 100, 100), LINK, Bounds(back=100))
+    assert found.step_ms == pytest.approx(82.0) and found.waiting_ms == pytest.approx(20.0 + 8.0)
+
+
+def test_host_memory_of_a_forward_serves_the_next_one_after_its_backward() -> None:
+    one, other = ("layer0", 0), ("layer0", 1)
+    work = [Work(one, False, 1.0), Work(one, True, 1.0), Work(other, False, 1.0), Work(other, True, 1.0)]
+    parcels = {one: [Parcel(100, True)], other: [Parcel(70, True)]}
+    assert simulate(work, parcels, LINK, Bounds()).host_bytes == 100
+
+
 def test_what_has_not_left_is_read_where_it_is() -> None:
     # the copy out is under way from 2 to 12. The backward comes at 2 and is over at 6, and the step when the copy is
     found = simulate(stack(1, 2.0, 4.0), slots(100), LINK, Bounds(recall=True))
