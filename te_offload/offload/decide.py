@@ -196,7 +196,7 @@ class Load:
         for load in (self, *self.others):
             load.entry.cargo, load.entry.bytes_out = None, 0
         others = [load.entry for load in self.others]
-        for entry in (self.entry, *others, *[handle.entry for handle in self.handles]):
+        for entry in {self.entry, *others, *[handle.entry for handle in self.handles]}:
             if all(handle.cargo is None for handle in entry.live_handles()):  # no bytes of it went with another slot
                 entry.fate, entry.reason = Fate.KEPT, reason
 
