@@ -180,9 +180,8 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
         resident -= kept
         host -= sum(trip.nbytes for trip in mine)
         trips.pop(item.key, None)
-    end = max(
-        [time, *(links.finish(trip, back=False) for trip in begun)]
-    )  # copies of what was recalled, or is not read
+    # The step ends after the last copy out, also of what was recalled or is not read.
+    end = max([time, *(links.finish(trip, back=False) for trip in begun)])
     return Forecast(end, waiting + end - time, peak, host_peak)
 
 
