@@ -11,8 +11,11 @@ hooks (``region``: a buffer each). The time of a slot is the difference between 
 three; that of a layer is the rest. In each round all layers take their turns, with a session and without, and a difference
 is of one round; medians over the rounds, in microseconds of the host for forward and backward together.
 
-On a GPU a last row says what the same host needs for the calls alone that no engine written in Python on torch can do
-without, for one tensor out and back: three events recorded and three waited for, one allocation, two copies.
+On a GPU two rows stand beside ours. One is Transformer Engine's context, with host memory that it keeps (else it asks for
+some for each tensor), around the same layers, in one round with a session's: it takes tensors through the hooks that a
+region's pass too, and none below 256 Ki elements, so these have as many. The other is what the same host needs for the
+calls alone that no engine written in Python on torch can do without, for one tensor out and back: three events recorded
+and three waited for, one allocation, two copies.
 """
 
 from __future__ import annotations
@@ -23,10 +26,13 @@ import gc
 import json
 import statistics
 import time
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import transformer_engine.pytorch as te
 
 from te_offload import OffloadSession
 from te_offload.ops.slot_owner import SlotOwner
@@ -34,6 +40,7 @@ from te_offload.slots import SavedSlot, SaveState, Watch
 
 LAYERS = 32
 TENSORS = 64
+SMALLEST = 256 * 1024  # elements that a tensor needs for Transformer Engine's context to take it
 
 
 class _Save(torch.autograd.Function):
@@ -101,7 +108,9 @@ class Layer(torch.nn.Module):
         return x
 
 
-def run(layers: list[Layer], x: torch.Tensor, session: OffloadSession | None) -> float:
+def run(
+    layers: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, session: OffloadSession | None
+) -> float:
     """Microseconds of the host for one forward and backward of a layer."""
     start = time.perf_counter()
     y = x
@@ -126,7 +135,17 @@ def slots_of(device: torch.device, slots: int, count: int, nbytes: int, *, regio
     return [torch.empty(nbytes * count, dtype=torch.uint8, device=device).split(nbytes) for _ in range(slots)]
 
 
-class Case:
+class Case(Protocol):
+    """Some layers, with an engine that offloads what they save and without."""
+
+    def added(self) -> float:
+        """Microseconds that the engine adds to a layer, in one round."""
+
+    def close(self) -> None:
+        """Check that bytes moved, if they were to, and end."""
+
+
+class SessionCase:
     """Layers with so many slots of ``count`` tensors, and their session."""
 
     def __init__(
@@ -140,7 +159,7 @@ class Case:
         self.session = OffloadSession(self._layers, min_bytes=min_bytes, max_in_flight="16GiB")
 
     def added(self) -> float:
-        """Microseconds that the session adds to a layer, in one round."""
+        """See `Case.added`."""
         self._let(None)
         without = run(self._layers, self._x, None)
         self._let(self.session)
@@ -155,29 +174,93 @@ class Case:
         _sync(self._x.device)
 
     def close(self) -> None:
-        """Check that bytes moved, if they were to, and end."""
+        """See `Case.close`."""
         record = self.session.records[-1]
         assert record.bytes_out == record.bytes_back
         assert (record.bytes_back > 0) == self._goes
         self.session.close()
 
 
+class ContextCase:
+    """The same in Transformer Engine's context, which takes all layers but one more."""
+
+    def __init__(self, slots: int, count: int, nbytes: int) -> None:
+        self._device = torch.device("cuda")
+        self._layers = [
+            Layer(slots_of(self._device, slots, count, nbytes, regions=True), regions=True) for _ in range(LAYERS + 1)
+        ]
+        self._x = torch.zeros(1, device=self._device, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it advises against all layers but one, for the sake of overlap
+            self._context, self._sync = te.get_cpu_offload_context(
+                enabled=True, num_layers=LAYERS, model_layers=LAYERS + 1, retain_pinned_cpu_buffers=True
+            )
+        self._mebibytes = LAYERS * slots * count * nbytes / 2**20
+
+    def added(self) -> float:
+        """See `Case.added`."""
+        _sync(self._device)
+        without = run(self._layers, self._x, None)
+        _sync(self._device)
+        inside = [self._inside(layer) for layer in self._layers]
+        return (run(inside, self._x, None) - without) * len(inside) / LAYERS
+
+    def _inside(self, layer: Layer) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            with self._context:
+                y = layer(x)
+            result: torch.Tensor = self._sync(y)
+            return result
+
+        return forward
+
+    def close(self) -> None:
+        """See `Case.close`."""
+        assert self._context.offload_synchronizer.get_offloaded_total_size_mb() == self._mebibytes
+
+
 def measure(device: torch.device, nbytes: int, rounds: int, min_bytes: int, *, regions: bool) -> dict[str, float]:
     """Microseconds that a session adds: by slot, by layer, and by further tensor of a slot."""
     sizes = {count: 2048 if regions else nbytes // count for count in (1, TENSORS)}
     shapes = ((1, 1), (4, 1), (1, TENSORS))
-    cases = [Case(device, slots, count, sizes[count], min_bytes, regions=regions) for slots, count in shapes]
+    cases = [SessionCase(device, slots, count, sizes[count], min_bytes, regions=regions) for slots, count in shapes]
+    return medians([[*cases, cases[0]]], rounds)[0]
+
+
+def beside_transformer_engine(nbytes: int, rounds: int) -> list[dict[str, float]]:
+    """The same for regions of a session, and for Transformer Engine's context around the same layers. A slot has
+    ``nbytes`` bytes, and each further tensor as many as the context needs to take it.
+    """
+    shapes = ((1, 1, max(nbytes, SMALLEST)), (4, 1, max(nbytes, SMALLEST)), (1, TENSORS, SMALLEST), (1, 1, SMALLEST))
+    ours = [SessionCase(torch.device("cuda"), *shape, 0, regions=True) for shape in shapes]
+    return medians([ours, [ContextCase(*shape) for shape in shapes]], rounds)
+
+
+def medians(ways: Sequence[Sequence[Case]], rounds: int) -> list[dict[str, float]]:
+    """Microseconds that engines add: by slot, by layer, and by further tensor of a slot.
+
+    Args:
+        ways: for each engine the cases of one slot of one tensor, of four of one, of one of `TENSORS`, and of one of one as
+            large as each of those. rounds: turns of each case.
+    """
+    cases = list(dict.fromkeys(case for way in ways for case in way))
     gc.collect()
     gc.disable()
-    found = [[case.added() for case in cases] for _ in range(rounds)][4:]
+    found = [{case: case.added() for case in cases} for _ in range(rounds)][4:]
     gc.enable()
     for case in cases:
         case.close()
-    each = statistics.median((four - one) / 3 for one, four, _ in found)
+    return [_by_part(*([times[case] for times in found] for case in way)) for way in ways]
+
+
+def _by_part(one: list[float], four: list[float], many: list[float], few: list[float]) -> dict[str, float]:
+    each = statistics.median((more - less) / 3 for less, more in zip(one, four, strict=True))
     return {
         "us_per_slot": each,
-        "us_per_layer": statistics.median(one for one, _, _ in found) - each,
-        "us_per_further_tensor": statistics.median((many - one) / (TENSORS - 1) for one, _, many in found),
+        "us_per_layer": statistics.median(one) - each,
+        "us_per_further_tensor": statistics.median(
+            (more - less) / (TENSORS - 1) for less, more in zip(few, many, strict=True)
+        ),
     }
 
 
@@ -234,6 +317,12 @@ def main() -> None:
             row: dict[str, Any] = {"slot": "region" if regions else "op", "fate": fate}
             row |= measure(device, arguments.nbytes, arguments.rounds, min_bytes, regions=regions)
             rows.append(row)
+    if device.type == "cuda":
+        names = ("of a region, {} KiB", "Transformer Engine's context, {} KiB")
+        beside = beside_transformer_engine(arguments.nbytes, arguments.rounds)
+        for name, row in zip(names, beside, strict=True):
+            kibibytes = max(arguments.nbytes, SMALLEST) >> 10
+            rows.append({"slot": name.format(kibibytes), "fate": "offloaded", **row})
     bare = bare_calls(device, arguments.nbytes, arguments.rounds) if device.type == "cuda" else None
     print(f"Host time that a session adds, {place}, torch {torch.__version__}; us, forward and backward together\n")
     print("| slots | fate | a slot of one tensor | each further tensor | a layer, beside its slots |")
@@ -244,7 +333,7 @@ def main() -> None:
     if bare is not None:
         print(f"| torch's calls alone | a copy out and back | {bare:.1f} | | |")
     if arguments.json:
-        result = {"schema": "3.0", "place": place, "rows": rows, "bare_us": bare}
+        result = {"schema": "3.1", "place": place, "rows": rows, "bare_us": bare}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
