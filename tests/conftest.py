@@ -76,13 +76,13 @@ def alone_and_together(request: pytest.FixtureRequest) -> Iterator[None]:
     """A module's tests four times: slots as small as a test's go alone, as large ones do, or together; each also as if they
     were aligned as a GPU's are.
     """
-    from te_offload.offload import cargo, decide, session
+    from te_offload.offload import cargo, load, session
     from te_offload.offload.decide import Rules
 
     with pytest.MonkeyPatch.context() as patch:
         if "alone" in request.param:
             patch.setattr(session, "Rules", functools.partial(Rules, together=0))
         if "aligned" in request.param:
-            for module in (cargo, decide):
+            for module in (cargo, load):
                 patch.setattr(module, "ALIGNMENT", 64)  # what torch gives on a CPU
         yield

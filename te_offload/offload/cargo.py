@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_offload.offload.extents import ALIGNMENT, Run, Strip
+from te_offload.offload.extents import ALIGNMENT, Run, Scattered, Strip
 from te_offload.offload.states import ON_HOST, SAVED, SlotState, change
 from te_offload.slots import SlotName, slot_title
 
@@ -70,9 +70,9 @@ class Lot:
             size, stride, dtype = self.shape
             self.memory = torch.empty_strided(size, stride, dtype=dtype, device=device)
 
-    def tensors(self, strip: Strip, offset: int) -> Sequence[torch.Tensor]:
+    def tensors(self, strip: Strip | Scattered, offset: int) -> Sequence[torch.Tensor]:
         """The tensors of a strip that begins at a byte of the allocation, in the strip's order."""
-        if self.shape is not None:
+        if self.shape is not None and isinstance(strip, Strip):
             return strip.cut(self.whole())
         return strip.views(self._as(strip.dtype), offset)
 
@@ -166,15 +166,17 @@ class Cargo:
             return
         self.copied = sum([run.nbytes for run in self.runs])
         shared: Lot | None = None
-        for run in self.runs:
-            if run.nbytes >= OWN_LOT:
+        for address, nbytes in self.runs:
+            if nbytes >= OWN_LOT:
                 lot = Lot()
-            else:
-                lot = shared = shared or Lot()
-            if lot.nbytes == 0:
                 self.lots.append(lot)
-            begin = -(-lot.nbytes // ALIGNMENT) * ALIGNMENT + run.address % ALIGNMENT
-            lot.nbytes = begin + run.nbytes
+            elif shared is None:
+                lot = shared = Lot()
+                self.lots.append(lot)
+            else:
+                lot = shared
+            begin = -(-lot.nbytes // ALIGNMENT) * ALIGNMENT + address % ALIGNMENT
+            lot.nbytes = begin + nbytes
             self.places.append((lot, begin))
 
     @property
@@ -213,10 +215,12 @@ class Cargo:
             lot, begin = self.places[0]
             assert lot.memory is not None
             return [(self.lease.pieces[0][0], lot.memory.data_ptr() + begin, self.copied)]
-        targets = []
-        for run, (lot, begin) in zip(self.runs, self.places, strict=True):
+        bases: dict[Lot, int] = {}
+        for lot in self.lots:
             assert lot.memory is not None
-            targets.append((lot.memory.data_ptr() + begin, run.nbytes))
+            bases[lot] = lot.memory.data_ptr()
+        places = zip(self.runs, self.places, strict=True)
+        targets = [(bases[lot] + begin, nbytes) for (_, nbytes), (lot, begin) in places]
         return [(host, device, nbytes) for device, host, nbytes in cut(targets, self.lease.pieces)]
 
 

@@ -8,19 +8,16 @@ the first slot that holds it; what the host has no room for stays. Does not: cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
 
-from te_offload.offload.allocator import joins_storages
-from te_offload.offload.cargo import Cargo
-from te_offload.offload.extents import ALIGNMENT, Run, Runs, Strip, find_runs, lone, lone_runs, storage_key, strips_of
+from te_offload.offload.extents import storage_key
 from te_offload.offload.host_pool import HostPool
-from te_offload.offload.saved import Part, Saved, SlotEntry, devices_of_plain, has_storage, is_plain, let_go
+from te_offload.offload.load import Load, as_one
+from te_offload.offload.saved import Saved, SlotEntry, devices_of_plain, is_plain
 from te_offload.ops import te_adapter
 from te_offload.slots import FORMATS, Fate, Reason, SlotName
 
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from te_offload.offload.plan import Plan
 
 
-_TENSORS = attrgetter("tensors")
 _GOES, _NONE, _MARKED = Fate.OFFLOADED, Reason.NONE, Reason.MARKED
 _FEW = 8 << 20  # bytes
 _OF_SOME = frozenset((Reason.NOT_PLAIN, Reason.OTHER_DEVICE))  # reasons that one tensor of several can give
@@ -52,162 +48,6 @@ class Rules:
     plan: Plan | None = None
     together: int = 32 << 20
     most_together: int = 64 << 20
-
-
-class Load:
-    """One slot while it is decided on; then what of it goes.
-
-    Attributes:
-        entry: the slot. others: small slots that go with it. last: the slot that was saved last of those with bytes in it.
-        handles: its live handles; of a slot that goes, those whose bytes go with it, also from other slots.
-        tensors: of the handles, one handle's behind the other's; dense ones if the slot may go.
-        strips: of the tensors, runs: of all strips, where they were needed.
-        contiguous: it is one contiguous tensor, or each of the slots that go together is.
-        bases: for each strip what to add to its members to get numbers of tensors.
-        cargo: carries the bytes, if the slot goes and has any of its own.
-    """
-
-    __slots__ = (
-        "_storages",
-        "bases",
-        "cargo",
-        "contiguous",
-        "entry",
-        "handles",
-        "last",
-        "others",
-        "runs",
-        "strips",
-        "tensors",
-    )
-
-    def __init__(self, entry: SlotEntry, handles: list[Saved]) -> None:
-        self.entry = self.last = entry
-        self.handles = handles
-        if len(handles) == 1:
-            self.tensors = handles[0].held
-        else:
-            self.tensors = list(chain.from_iterable(map(_TENSORS, handles)))
-        self.strips: list[Strip] = []
-        self.bases: list[int] = []
-        self.runs: Runs | None = None
-        self.contiguous = False
-        self.cargo: Cargo | None = None
-        self.others: Sequence[Load] = ()
-        self._storages: frozenset[int] | None = None
-
-    @property
-    def storages(self) -> frozenset[int]:
-        """Identities of the storages of its tensors, where they have one."""
-        if self._storages is None:
-            if len(self.strips) == 1:
-                self._storages = self.strips[0].storages
-            elif self.contiguous:
-                self._storages = frozenset((storage_key(self.tensors[0]),))
-            elif self.strips:
-                self._storages = frozenset().union(*[strip.storages for strip in self.strips])
-            else:
-                self._storages = frozenset([storage_key(tensor) for tensor in self.tensors if has_storage(tensor)])
-        return self._storages
-
-    def measure(self, device: torch.device) -> Runs:
-        """Find strips and runs of its tensors, which are dense."""
-        if self.runs is None:
-            if self.contiguous or (len(self.tensors) == 1 and self.tensors[0].is_contiguous()):
-                strip, self.runs = lone(self.tensors[0])
-                self.strips, self.bases = [strip], [0]
-            else:
-                across = joins_storages(device.type)
-                self.strips = strips_of(self.tensors, across_storages=across)
-                self.bases = [0] * len(self.strips)
-                self.runs = find_runs(self.strips, across_storages=across)
-        return self.runs
-
-    def make_cargo(self, device: torch.device) -> None:
-        """The cargo of its handles."""
-        entry, others = self.entry, self.others
-        if self.contiguous and self.runs is None:
-            begin, nbytes = self.tensors[0].data_ptr(), entry.nbytes
-            if nbytes and not begin % ALIGNMENT:  # as most are on a GPU: it is its own and only run
-                entry.cargo = self.cargo = Cargo(entry.label, nbytes, (Run(begin, nbytes),))
-                entry.bytes_out = nbytes
-                return
-        runs = self.runs or self.measure(device)
-        entry.cargo = self.cargo = cargo = Cargo(entry.label, runs.covered, runs.runs, 1 + len(others))
-        entry.bytes_out = cargo.copied
-        for other in others:
-            other.entry.cargo = cargo
-            other.entry.bytes_out = other.entry.nbytes
-            entry.bytes_out -= other.entry.nbytes
-
-    def put_on(self) -> list[Saved]:
-        """Let the handles go with the cargo; those that do. The others have no elements."""
-        cargo, handles = self.cargo, self.handles
-        assert cargo is not None
-        if self.runs is None:
-            handles[0].go_alone(cargo, cargo.lots[0], 0)
-            return handles
-        if self.contiguous and self.others:
-            for handle, place in zip(handles, self.runs.places, strict=True):
-                assert place is not None
-                lot, begin = cargo.places[place[0]]
-                handle.go_alone(cargo, lot, begin + place[1])
-            return handles
-        if len(handles) == 1 and len(self.strips) == 1 and cargo.copied:
-            place = self.runs.places[0]
-            assert place is not None
-            lot, begin = cargo.places[0]
-            handles[0].go_as_one(cargo, Part(self.strips[0], lot, begin + place[1]))
-            return handles
-        parts = []
-        for strip, place in zip(self.strips, self.runs.places, strict=True):
-            if place is None:
-                parts.append(Part(strip, None, 0))
-            else:
-                lot, begin = cargo.places[place[0]]
-                parts.append(Part(strip, lot, begin + place[1]))
-        if len(handles) == 1:
-            if handles[0].go_with(cargo, parts):
-                return handles
-            let_go(handles)
-            return []
-        if len(handles) == len(self.tensors):  # one each, as autograd's hooks save them
-            alone = len(self.runs.runs) == len(parts)
-            for part, base in zip(parts, self.bases, strict=True):
-                part.share(cargo, handles, base, alone=alone)
-            return self._that_go()
-        owners = [(handle, index) for handle in handles for index in range(len(handle.tensors or ()))]
-        for part, base in zip(parts, self.bases, strict=True):
-            for position, member in enumerate(part.strip.members):
-                handle, number = owners[base + member]
-                handle.add_part(cargo, part, position, number)
-        return self._that_go()
-
-    def stay(self, reason: Reason) -> None:
-        """It does not go after all, and holds no host memory."""
-        cargo = self.cargo
-        if cargo is not None:
-            cargo.watch, cargo.users = None, ()
-            if cargo.lease is not None:
-                cargo.lease.release()
-                cargo.lease = None
-        for handle in self.handles:
-            handle.cargo = None
-        for load in (self, *self.others):
-            load.entry.cargo, load.entry.bytes_out = None, 0
-        others = [load.entry for load in self.others]
-        for entry in {self.entry, *others, *[handle.entry for handle in self.handles]}:
-            if all(handle.cargo is None for handle in entry.live_handles()):  # no bytes of it went with another slot
-                entry.fate, entry.reason = Fate.KEPT, reason
-
-    def _that_go(self) -> list[Saved]:
-        """The handles that are on a cargo."""
-        handles = self.handles
-        assert self.runs is not None
-        if None not in self.runs.places:
-            return handles
-        let_go([handle for handle in handles if handle.cargo is None])  # they would hold a storage for nothing
-        return [handle for handle in handles if handle.cargo is not None]
 
 
 def decide(
@@ -382,36 +222,14 @@ def _together(loads: list[Load], below: int, most: int, device: torch.device) ->
             found[number] = load
             continue
         if group and nbytes + size > most:
-            found[last] = _as_one(group, device)
+            found[last] = as_one(group, device)
             group, nbytes = [], 0
         group.append(load)
         nbytes += size
         last = number
     if group:
-        found[last] = _as_one(group, device)
+        found[last] = as_one(group, device)
     return [found[number] for number in sorted(found)]
-
-
-def _as_one(loads: list[Load], device: torch.device) -> Load:
-    """Slots that share no memory, as the first of them."""
-    if len(loads) == 1:
-        return loads[0]
-    first = Load(loads[0].entry, [handle for load in loads for handle in load.handles])
-    first.others, first.last = loads[1:], loads[-1].entry
-    across = joins_storages(device.type)
-    if False not in [load.contiguous for load in loads]:
-        begins, lengths = [tensor.data_ptr() for tensor in first.tensors], [load.entry.nbytes for load in loads]
-        if 0 not in lengths and not any(map(ALIGNMENT.__rmod__, begins)):
-            first.runs, first.contiguous = lone_runs(begins, lengths, across_storages=across), True
-            return first
-    base = 0
-    for load in loads:
-        load.measure(device)
-        first.strips += load.strips
-        first.bases += [base] * len(load.strips)
-        base += len(load.tensors)
-    first.runs = find_runs(first.strips, across_storages=across)
-    return first
 
 
 def _divide(loads: list[Load], device: torch.device) -> list[Load]:

@@ -8,7 +8,9 @@ the other, say); a restored tensor has the original's size, strides, dtype, alia
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -222,25 +224,98 @@ def lone(tensor: torch.Tensor) -> tuple[Strip, Runs]:
     return strip, Runs((Run(start, nbytes + lead),), ((0, lead),), nbytes)
 
 
-def lone_runs(begins: Sequence[int], lengths: Sequence[int], *, across_storages: bool) -> Runs:
-    """The runs of contiguous tensors that have no memory in common: what `find_runs` says, in less time.
+class Apart(NamedTuple):
+    """Contiguous tensors with elements, each of a storage that no other one of them has, at multiples of 512.
+
+    Attributes:
+        begins: their addresses. lengths: their bytes. keys: identities of their storages, valid while something holds them.
+    """
+
+    begins: list[int]
+    lengths: list[int]
+    keys: list[int]
+
+
+class Scattered(NamedTuple):
+    """Tensors of one dtype, contiguous, at places of one allocation. As `Strip` where that is read.
+
+    Attributes:
+        begin, end: first byte of the first one and end of the last one, from the allocation's begin.
+        members: which of the tensors it is, in the order of their places.
+        places: first byte of each, a multiple of 512. lengths: bytes of each. sizes: of each. dtype: of all.
+    """
+
+    begin: int
+    end: int
+    members: Sequence[int]
+    places: Sequence[int]
+    lengths: Sequence[int]
+    sizes: Sequence[Sequence[int]]
+    dtype: torch.dtype
+
+    def views(self, whole: torch.Tensor, offset: int) -> Sequence[torch.Tensor]:
+        """The tensors over ``whole``, which has their dtype and one dimension, the first one from byte ``offset`` on."""
+        width, shift = self.dtype.itemsize, offset - self.begin
+        begins = [(place + shift) // width for place in self.places]
+        counts = [length // width for length in self.lengths]
+        ends = list(map(operator.add, begins, counts))
+        gaps = map(operator.sub, begins, [0, *ends])
+        flat = _split(whole, [*itertools.chain(*zip(gaps, counts, strict=False)), whole.numel() - ends[-1]])[1::2]
+        if set(map(len, self.sizes)) == {1}:
+            return flat
+        return [part.view(size) for part, size in zip(flat, self.sizes, strict=True)]
+
+    def shape(self) -> None:
+        """No one tensor has just these bytes."""
+
+    def parts(self) -> list[tuple[int, int]]:
+        """Begin and end of each."""
+        return list(zip(self.places, map(operator.add, self.places, self.lengths), strict=True))
+
+
+def apart(tensors: Sequence[torch.Tensor], begins: list[int]) -> Apart | None:
+    """Strided tensors as `Apart` values; ``None`` if they are not, or most lie one behind the other: then strips, which are
+    cut at once, take less time.
 
     Args:
-        begins: their addresses, multiples of 512. lengths: their bytes, none 0. across_storages: as for `find_runs`.
+        begins: their addresses, multiples of 512.
     """
+    lengths = list(map(_NBYTES, tensors))
+    touching = sum(map(operator.eq, begins[1:], map(operator.add, begins, lengths)))
+    if 2 * touching > len(begins) or 0 in lengths:
+        return None
+    keys = list(map(_IDENTITY, map(_STORAGE, tensors)))
+    if len(set(keys)) < len(keys) or False in map(_IS_CONTIGUOUS, tensors):
+        return None
+    return Apart(begins, lengths, keys)
+
+
+def lone_runs(begins: Sequence[int], lengths: Sequence[int], *, across_storages: bool) -> tuple[Runs, list[int]]:
+    """The runs of tensors that are `Apart`: what `find_runs` says, in less time; and the order of their addresses.
+
+    Args:
+        begins: their addresses. lengths: their bytes. across_storages: as for `find_runs`.
+    """
+    order = sorted(range(len(begins)), key=begins.__getitem__)
     places: list[tuple[int, int]] = [(0, 0)] * len(begins)
+    sorted_begins, sorted_lengths = [begins[index] for index in order], [lengths[index] for index in order]
+    room = map(operator.sub, sorted_begins[1:], map(operator.add, sorted_begins, sorted_lengths))
+    if not across_storages or min(room, default=ALIGNMENT) >= ALIGNMENT:  # each is a run
+        for number, index in enumerate(order):
+            places[index] = number, 0
+        return Runs(tuple(map(Run, sorted_begins, sorted_lengths)), tuple(places), sum(lengths)), order
     runs: list[Run] = []
-    first, end = 0, -1
-    for index in sorted(range(len(begins)), key=begins.__getitem__):
+    first, end = begins[order[0]], -1
+    for index in order:
         begin = begins[index]
-        if not (across_storages and begin % SEGMENT and begin < end + ALIGNMENT):
+        if begin >= end + ALIGNMENT or not begin % SEGMENT:
             if end >= 0:
                 runs.append(Run(first, end - first))
             first = begin
         places[index] = (len(runs), begin - first)
         end = begin + lengths[index]
     runs.append(Run(first, end - first))
-    return Runs(tuple(runs), tuple(places), sum(lengths))
+    return Runs(tuple(runs), tuple(places), sum(lengths)), order
 
 
 class Run(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 
 from te_offload.errors import BackwardTwiceError, SavedTensorModifiedError, StepEndedError
 from te_offload.offload.cargo import Cargo, Hold, Label, Lot, name_of
-from te_offload.offload.extents import Strip
+from te_offload.offload.extents import Scattered, Strip
 from te_offload.offload.states import LEAVING, RELEASED, RETURNED
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SlotName, slot_title
@@ -109,7 +109,7 @@ class Part:
 
     __slots__ = ("cut", "lot", "offset", "strip", "untaken")
 
-    def __init__(self, strip: Strip, lot: Lot | None, offset: int) -> None:
+    def __init__(self, strip: Strip | Scattered, lot: Lot | None, offset: int) -> None:
         self.strip = strip
         self.lot = lot
         self.offset = offset
@@ -120,8 +120,11 @@ class Part:
         """The strip's tensors, in its own order."""
         if self.cut is not None:
             return self.cut
-        lot = self.lot
-        tensors = self.strip.without_elements(device) if lot is None else lot.tensors(self.strip, self.offset)
+        strip, lot = self.strip, self.lot
+        if lot is None:
+            assert isinstance(strip, Strip)
+            return strip.without_elements(device)
+        tensors = lot.tensors(strip, self.offset)
         if self.untaken > 1:
             self.cut = tensors
         return tensors
@@ -331,6 +334,8 @@ class Saved:
                 return [(0, lot.nbytes)]
             size, _, dtype, begin = self._place
             return [(begin, begin + math.prod(size) * dtype.itemsize)]
+        if self.part is not None and isinstance(self.part.strip, Scattered):
+            return self.part.strip.parts()[self.position : self.position + 1] if self.part.lot is lot else []
         return [
             (begin - part.strip.begin + part.offset, end - part.strip.begin + part.offset)
             for part in self._all_parts()

@@ -16,8 +16,9 @@ import torch
 
 from te_offload.errors import ConflictError
 from te_offload.offload.cargo import Cargo, Hold
-from te_offload.offload.decide import Load, decide, storages_of
+from te_offload.offload.decide import decide, storages_of
 from te_offload.offload.extents import storage_key
+from te_offload.offload.load import Load
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out, is_plain
 from te_offload.offload.states import RELEASED
 from te_offload.ops import te_adapter

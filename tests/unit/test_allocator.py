@@ -12,7 +12,7 @@ import torch
 from te_offload.errors import CaptureError, CopyError
 from te_offload.graphs import Pool
 from te_offload.offload import allocator, cuda_copies, cuda_runtime, host_pool
-from te_offload.offload.decide import Load
+from te_offload.offload.load import Load
 from tests.unit.test_extents import storages_side_by_side
 
 GPU = torch.device("cuda")

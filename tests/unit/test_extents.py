@@ -221,4 +221,6 @@ def test_contiguous_tensors_of_their_own_have_the_runs_that_any_others_have(
     random.shuffle(tensors)
     strips = [strips_of([tensor])[0] for tensor in tensors]
     begins, lengths = [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
-    assert lone_runs(begins, lengths, across_storages=across) == find_runs(strips, across_storages=across)
+    runs, order = lone_runs(begins, lengths, across_storages=across)
+    assert runs == find_runs(strips, across_storages=across)
+    assert order == sorted(range(len(begins)), key=begins.__getitem__)

@@ -21,7 +21,7 @@ def test_every_slot_goes_once_small_ones_in_lots_of_so_many_bytes_in_the_order_i
     loads: list[Any] = [
         SimpleNamespace(entry=SimpleNamespace(nbytes=size), number=number) for number, size in enumerate(sizes)
     ]
-    with mock.patch.object(decide, "_as_one", lambda group, _: list(group)):
+    with mock.patch.object(decide, "as_one", lambda group, _: list(group)):
         found: list[Any] = decide._together(loads, below, most, torch.device("cpu"))
     lots = [one if isinstance(one, list) else [one] for one in found]
     assert sorted(load.number for lot in lots for load in lot) == list(range(len(sizes)))
