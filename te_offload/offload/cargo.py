@@ -72,7 +72,7 @@ class Lot:
 
     def tensors(self, strip: Strip | Scattered, offset: int) -> Sequence[torch.Tensor]:
         """The tensors of a strip that begins at a byte of the allocation, in the strip's order."""
-        if self.shape is not None and isinstance(strip, Strip):
+        if self.shape is not None:
             return strip.cut(self.whole())
         return strip.views(self._as(strip.dtype), offset)
 

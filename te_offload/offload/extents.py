@@ -265,8 +265,12 @@ class Scattered(NamedTuple):
             return flat
         return [part.view(size) for part, size in zip(flat, self.sizes, strict=True)]
 
+    def cut(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The one tensor that is all of its allocation."""
+        return [whole]
+
     def shape(self) -> None:
-        """No one tensor has just these bytes."""
+        """No one tensor has just these bytes, as far as is known here."""
 
     def parts(self) -> list[tuple[int, int]]:
         """Begin and end of each."""

@@ -8,7 +8,7 @@ choose (decide.py does), take host memory, or copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from operator import attrgetter
 
 import torch
@@ -44,7 +44,7 @@ class Load:
         tensors: of the handles, one handle's behind the other's; dense ones if the slot may go.
         strips: of the tensors, runs: of all strips, where they were needed.
         contiguous: it is one contiguous tensor.
-        apart: the tensors, one a handle, if they are that; then there are no strips.
+        apart: the tensors, if they are that; then there are no strips.
         order: numbers of the tensors by address, if the runs are of such tensors, whether of one slot or of several that go
             together.
         bases: for each strip what to add to its members to get numbers of tensors.
@@ -108,7 +108,7 @@ class Load:
                 self.strips, self.bases = [strip], [0]
             else:
                 across = joins_storages(device.type)
-                if len(self.handles) == len(self.tensors):
+                if len(self.tensors) > 1:
                     begins = list(map(torch.Tensor.data_ptr, self.tensors))
                     self.apart = None if any(map(ALIGNMENT.__rmod__, begins)) else apart(self.tensors, begins)
                 if self.apart is None:
@@ -183,27 +183,41 @@ class Load:
         return self._that_go()
 
     def _put_apart(self, cargo: Cargo, order: Sequence[int]) -> None:
-        """The same for tensors that are `Apart`: those of one lot and dtype are cut at once when they are back."""
+        """The same for tensors that are `Apart`: those of one lot and dtype, of one handle or one a handle, are cut at once
+        when back.
+        """
         assert self.runs is not None
         handles, tensors, places, at = self.handles, self.tensors, self.runs.places, cargo.places
-        found: dict[tuple[Lot, torch.dtype], list[int]] = {}
-        if len(cargo.lots) == 1 and len(dtypes := set(map(_DTYPE, tensors))) == 1:
-            found[cargo.lots[0], dtypes.pop()] = list(order)
+        one_each = len(handles) == len(tensors)
+        counts = [1] if one_each else [len(handle.held) for handle in handles]
+        owners = [number for number, count in enumerate(counts) for _ in range(count)]
+        bases = list(accumulate(counts, initial=0))
+        found: dict[tuple[Lot, torch.dtype, int], list[int]] = {}
+        if len(cargo.lots) == len(counts) == 1 and len(dtypes := set(map(_DTYPE, tensors))) == 1:
+            found[cargo.lots[0], dtypes.pop(), 0] = list(order)
         else:
             for number in order:
                 run, _ = places[number]  # type: ignore[misc]
-                found.setdefault((at[run][0], tensors[number].dtype), []).append(number)
-        for (lot, dtype), members in found.items():
+                owner = 0 if one_each else owners[number]
+                found.setdefault((at[run][0], tensors[number].dtype, owner), []).append(number)
+        for (lot, dtype, owner), members in found.items():
             begins = [at[run][1] + distance for run, distance in map(places.__getitem__, members)]  # type: ignore[misc]
-            if len(members) == 1:
+            if one_each and len(members) == 1:
                 handles[members[0]].go_alone(cargo, lot, begins[0])
                 continue
             those = [tensors[member] for member in members]
             lengths = list(map(_NBYTES, those))
+            base = bases[owner]
+            numbers = [member - base for member in members] if base else members
             strip = Scattered(
-                begins[0], begins[-1] + lengths[-1], members, begins, lengths, list(map(_SHAPE, those)), dtype
+                begins[0], begins[-1] + lengths[-1], numbers, begins, lengths, list(map(_SHAPE, those)), dtype
             )
-            Part(strip, lot, begins[0]).share(cargo, handles, 0, alone=False)
+            if one_each:
+                Part(strip, lot, begins[0]).share(cargo, handles, 0, alone=False)
+                continue
+            if lot.nbytes == lengths[0]:  # one tensor is all of it
+                lot.shape = tuple(those[0].shape), those[0].stride(), dtype
+            handles[owner].add_part(cargo, Part(strip, lot, begins[0]), None, 0)
 
     def stay(self, reason: Reason) -> None:
         """It does not go after all, and holds no host memory."""

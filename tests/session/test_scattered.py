@@ -20,6 +20,7 @@ from te_offload.errors import CorruptionError, SavedTensorModifiedError
 from te_offload.offload.cargo import OWN_LOT
 from te_offload.offload.extents import Scattered
 from te_offload.offload.saved import Part
+from tests.session.test_order import Op
 from tests.session.test_regions import Layer
 from tests.session.test_verify import use
 from tests.support.late_copies import LateTransfer
@@ -41,14 +42,28 @@ def apart(shapes: list[tuple[tuple[int, ...], torch.dtype]], gap: int = 512) -> 
     return found
 
 
-def through(tensors: list[torch.Tensor], *names: str) -> tuple[Layer, OffloadSession]:
-    """A step of a layer whose regions save the tensors."""
-    layer = Layer(lambda: tensors, names)
+def region(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], OffloadSession]:
+    """What comes back of tensors that a region saves."""
+    layer = Layer(lambda: tensors, ("norms",))
     with OffloadSession(layer, min_bytes=0) as session:
         layer.session = session
         with session.step():
             layer(torch.ones(1, requires_grad=True)).sum().backward()
-    return layer, session
+    return list(layer.seen[0]), session
+
+
+def ops(*parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], OffloadSession]:
+    """The same of ops that hand over all tensors of their slots at once."""
+    owners = [Op(functools.partial(list, part)) for part in parts]
+    layer = torch.nn.Sequential(*owners)
+    with OffloadSession(layer, min_bytes=0) as session, session.step():
+        layer(torch.ones(1, requires_grad=True)).sum().backward()
+    return [tensor for op in owners for tensor in op.seen], session
+
+
+def two_ops(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], OffloadSession]:
+    """The same of two ops whose slots go together."""
+    return ops(tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
 
 
 @pytest.fixture
@@ -66,6 +81,7 @@ def cut_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("through", [region, ops, two_ops])
 @given(
     st.lists(
         st.tuples(
@@ -78,13 +94,12 @@ def cut_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     st.randoms(use_true_random=False),
 )
 def test_any_tensors_that_lie_apart_come_back_as_they_were(
-    shapes: list[tuple[tuple[int, ...], torch.dtype]], order: random.Random
+    through: Any, shapes: list[tuple[tuple[int, ...], torch.dtype]], order: random.Random
 ) -> None:
     tensors = apart(shapes)
     order.shuffle(tensors)
     before = [tensor.view(torch.uint8).clone() for tensor in tensors]
-    layer, session = through(tensors, "norms")
-    (back,) = layer.seen
+    back, session = through(tensors)
     for tensor, bytes_before, found in zip(tensors, before, back, strict=True):
         assert (found.shape, found.stride(), found.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
         assert found.data_ptr() != tensor.data_ptr()
@@ -96,13 +111,13 @@ def test_any_tensors_that_lie_apart_come_back_as_they_were(
     assert record.copies_out == len(tensors)
 
 
-def test_small_ones_of_one_dtype_share_memory_and_large_ones_have_their_own(cut_at_once: list[int]) -> None:
+@pytest.mark.parametrize("through", [region, ops])
+def test_small_ones_of_one_dtype_share_memory_and_large_ones_have_their_own(through: Any) -> None:
     small = [((3, 50), torch.bfloat16)] * 5 + [((70,), torch.float32)] * 3 + [((9,), torch.uint8)]
-    layer, _ = through(apart([*small, ((OWN_LOT,), torch.uint8)]), "norms")
-    assert cut_at_once == [5, 3]
-    memory = [tensor.untyped_storage()._cdata for tensor in layer.seen[0]]
+    back, _ = through(apart([*small, ((OWN_LOT,), torch.uint8)]))
+    memory = [tensor.untyped_storage()._cdata for tensor in back]
     assert len(set(memory[:9])) == 1 and len(set(memory)) == 2
-    assert layer.seen[0][9].untyped_storage().nbytes() == OWN_LOT
+    assert back[9].untyped_storage().nbytes() == OWN_LOT
 
 
 def test_those_of_two_regions_go_together(cut_at_once: list[int]) -> None:
