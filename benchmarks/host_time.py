@@ -13,7 +13,8 @@ is of one round; medians over the rounds, in microseconds of the host for forwar
 
 On a GPU two rows stand beside ours. One is Transformer Engine's context, with host memory that it keeps (else it asks for
 some for each tensor), around the same layers, in one round with a session's: it takes tensors through the hooks that a
-region's pass too, and none below 256 Ki elements, so these have as many. The other is what the same host needs for the
+region's pass too, and none below 256 Ki elements, so these have as many; no two of them lie side by side (the tensors of
+the region above do, as far as the allocator lets them, and go as few copies). The other is what the same host needs for the
 calls alone that no engine written in Python on torch can do without, for one tensor out and back: three events recorded
 and three waited for, one allocation, two copies.
 """
@@ -126,13 +127,30 @@ def run(
     return 1e6 * (time.perf_counter() - again + middle - start) / len(layers)
 
 
-def slots_of(device: torch.device, slots: int, count: int, nbytes: int, *, regions: bool) -> list[Any]:
-    """Tensors of the slots of a layer: parts of one buffer, or a buffer each."""
+def slots_of(
+    device: torch.device,
+    slots: int,
+    count: int,
+    nbytes: int,
+    *,
+    regions: bool,
+    spacers: list[torch.Tensor] | None = None,
+) -> list[Any]:
+    """Tensors of the slots of a layer: parts of one buffer, or a buffer each.
+
+    Args:
+        spacers: filled with what lies between any two buffers, to be held as long as they are; ``None``: they lie where the
+            allocator puts them, mostly one behind the other.
+    """
+
+    def empty(nbytes: int) -> torch.Tensor:
+        if spacers is not None:
+            spacers.append(torch.empty(1, dtype=torch.uint8, device=device))
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
     if regions:
-        return [
-            tuple(torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)) for _ in range(slots)
-        ]
-    return [torch.empty(nbytes * count, dtype=torch.uint8, device=device).split(nbytes) for _ in range(slots)]
+        return [tuple(empty(nbytes) for _ in range(count)) for _ in range(slots)]
+    return [empty(nbytes * count).split(nbytes) for _ in range(slots)]
 
 
 class Case(Protocol):
@@ -149,10 +167,20 @@ class SessionCase:
     """Layers with so many slots of ``count`` tensors, and their session."""
 
     def __init__(
-        self, device: torch.device, slots: int, count: int, nbytes: int, min_bytes: int, *, regions: bool
+        self,
+        device: torch.device,
+        slots: int,
+        count: int,
+        nbytes: int,
+        min_bytes: int,
+        *,
+        regions: bool,
+        apart: bool = False,
     ) -> None:
+        self._spacers: list[torch.Tensor] | None = [] if apart else None
         self._layers = [
-            Layer(slots_of(device, slots, count, nbytes, regions=regions), regions=regions) for _ in range(LAYERS)
+            Layer(slots_of(device, slots, count, nbytes, regions=regions, spacers=self._spacers), regions=regions)
+            for _ in range(LAYERS)
         ]
         self._x = torch.zeros(1, device=device, requires_grad=True)
         self._goes = min_bytes == 0
@@ -186,8 +214,10 @@ class ContextCase:
 
     def __init__(self, slots: int, count: int, nbytes: int) -> None:
         self._device = torch.device("cuda")
+        self._spacers: list[torch.Tensor] = []
         self._layers = [
-            Layer(slots_of(self._device, slots, count, nbytes, regions=True), regions=True) for _ in range(LAYERS + 1)
+            Layer(slots_of(self._device, slots, count, nbytes, regions=True, spacers=self._spacers), regions=True)
+            for _ in range(LAYERS + 1)
         ]
         self._x = torch.zeros(1, device=self._device, requires_grad=True)
         with warnings.catch_warnings():
@@ -232,7 +262,7 @@ def beside_transformer_engine(nbytes: int, rounds: int) -> list[dict[str, float]
     ``nbytes`` bytes, and each further tensor as many as the context needs to take it.
     """
     shapes = ((1, 1, max(nbytes, SMALLEST)), (4, 1, max(nbytes, SMALLEST)), (1, TENSORS, SMALLEST), (1, 1, SMALLEST))
-    ours = [SessionCase(torch.device("cuda"), *shape, 0, regions=True) for shape in shapes]
+    ours = [SessionCase(torch.device("cuda"), *shape, 0, regions=True, apart=True) for shape in shapes]
     return medians([ours, [ContextCase(*shape) for shape in shapes]], rounds)
 
 
@@ -318,7 +348,7 @@ def main() -> None:
             row |= measure(device, arguments.nbytes, arguments.rounds, min_bytes, regions=regions)
             rows.append(row)
     if device.type == "cuda":
-        names = ("of a region, {} KiB", "Transformer Engine's context, {} KiB")
+        names = ("region, {} KiB, tensors apart", "Transformer Engine's context, {} KiB")
         beside = beside_transformer_engine(arguments.nbytes, arguments.rounds)
         for name, row in zip(names, beside, strict=True):
             kibibytes = max(arguments.nbytes, SMALLEST) >> 10
