@@ -139,13 +139,13 @@ def slots_of(
     """Tensors of the slots of a layer: parts of one buffer, or a buffer each.
 
     Args:
-        spacers: filled with what lies between any two buffers, to be held as long as they are; ``None``: they lie where the
-            allocator puts them, mostly one behind the other.
+        spacers: filled with what lies between any two buffers, as large as they are, to be held as long; ``None``: they lie
+            where the allocator puts them, mostly one behind the other.
     """
 
     def empty(nbytes: int) -> torch.Tensor:
         if spacers is not None:
-            spacers.append(torch.empty(1, dtype=torch.uint8, device=device))
+            spacers.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     if regions:
