@@ -89,8 +89,10 @@ class Lot:
         """The allocation as numbers."""
         whole = self._typed.get(dtype)
         if whole is None:
-            assert self.memory is not None
-            whole = self._typed[dtype] = self.memory.view(dtype)
+            memory = self.memory
+            assert memory is not None
+            beside = memory.numel() % dtype.itemsize  # bytes of another dtype at the end of a home
+            whole = self._typed[dtype] = (memory[:-beside] if beside else memory).view(dtype)
         return whole
 
     def hand_over(self, cargo: Cargo) -> None:

@@ -224,3 +224,34 @@ def test_tensor_written_to_while_its_copy_may_read_it_is_an_error_and_later_it_i
             with pytest.raises(SavedTensorModifiedError, match="written to in place"):
                 y.backward()
     assert session.records[-1].bytes_out == 256
+
+
+class _Home:
+    """Gives memory of just so many bytes as were asked for."""
+
+    def __init__(self) -> None:
+        self.given: list[torch.Tensor] = []
+
+    def place_of(self, begin: int, nbytes: int) -> Any:
+        def place() -> torch.Tensor:
+            self.given.append(torch.empty(nbytes, dtype=torch.uint8))
+            return self.given[-1]
+
+        return place
+
+
+def test_tensors_of_several_dtypes_come_back_to_a_home_whose_bytes_are_no_multiple_of_theirs() -> None:
+    home = _Home()
+    base = torch.empty(1 << 12, dtype=torch.uint8).random_(0, 100)
+    base = base[-base.data_ptr() % 512 :]
+    saved = [base[:512].view(torch.float32), base[512:1024].view(torch.bfloat16), base[1024:1027]]
+    layer = Layer(lambda: saved)
+    with OffloadSession(layer, min_bytes=0) as session:
+        session.add_home(home)
+        with session.step():
+            layer(torch.ones(4, requires_grad=True)).sum().backward()
+    assert [given.numel() for given in home.given] == [1027]
+    for one, other in zip(saved, layer.seen[0], strict=True):
+        assert torch.equal(one, other)
+        assert other.untyped_storage()._cdata == home.given[0].untyped_storage()._cdata
+    assert session.records[-1].bytes_back == 1027
