@@ -240,13 +240,12 @@ class Scattered(NamedTuple):
     """Tensors of one dtype, contiguous, at places of one allocation. As `Strip` where that is read.
 
     Attributes:
-        begin, end: first byte of the first one and end of the last one, from the allocation's begin.
+        begin: first byte of the first one, from the allocation's begin.
         members: which of the tensors it is, in the order of their places.
         places: first byte of each, a multiple of 512. lengths: bytes of each. sizes: of each. dtype: of all.
     """
 
     begin: int
-    end: int
     members: Sequence[int]
     places: Sequence[int]
     lengths: Sequence[int]
@@ -268,9 +267,6 @@ class Scattered(NamedTuple):
     def cut(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The one tensor that is all of its allocation."""
         return [whole]
-
-    def shape(self) -> None:
-        """No one tensor has just these bytes, as far as is known here."""
 
     def parts(self) -> list[tuple[int, int]]:
         """Begin and end of each."""

@@ -209,9 +209,7 @@ class Load:
             lengths = list(map(_NBYTES, those))
             base = bases[owner]
             numbers = [member - base for member in members] if base else members
-            strip = Scattered(
-                begins[0], begins[-1] + lengths[-1], numbers, begins, lengths, list(map(_SHAPE, those)), dtype
-            )
+            strip = Scattered(begins[0], numbers, begins, lengths, list(map(_SHAPE, those)), dtype)
             if one_each:
                 Part(strip, lot, begins[0]).share(cargo, handles, 0, alone=False)
                 continue

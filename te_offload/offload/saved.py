@@ -141,7 +141,7 @@ class Part:
         for position, member in enumerate(strip.members):
             handle = handles[base + member]
             handle.part, handle.position, handle.cargo = self, position, carried_by
-        if alone and lot is not None and strip.end - strip.begin == lot.nbytes:
+        if alone and lot is not None and isinstance(strip, Strip) and strip.end - strip.begin == lot.nbytes:
             lot.shape = strip.shape()
         self.wait_for(cargo, len(strip.members))
 
@@ -301,7 +301,7 @@ class Saved:
     def go_as_one(self, cargo: Cargo, part: Part) -> None:
         """The same for one part with all of its tensors, which have elements: nobody else's are in its lot."""
         strip, lot = part.strip, part.lot
-        assert lot is not None
+        assert lot is not None and isinstance(strip, Strip)
         self.cargo = cargo
         part.wait_for(cargo, 1)
         if len(strip.members) == 1:

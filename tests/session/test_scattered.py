@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_offload import OffloadSession
 from te_offload.errors import CorruptionError, SavedTensorModifiedError
+from te_offload.offload import load
 from te_offload.offload.cargo import OWN_LOT
 from te_offload.offload.extents import Scattered
 from te_offload.offload.saved import Part
@@ -120,6 +121,20 @@ def test_small_ones_of_one_dtype_share_memory_and_large_ones_have_their_own(thro
     assert back[9].untyped_storage().nbytes() == OWN_LOT
 
 
+@pytest.mark.parametrize("through", [region, ops, two_ops])
+def test_those_that_touch_are_one_copy_on_a_gpu_and_come_back_each_to_its_own_place(
+    monkeypatch: pytest.MonkeyPatch, through: Any
+) -> None:
+    monkeypatch.setattr(load, "joins_storages", lambda _: True)
+    tensors = [*apart([((256,), torch.bfloat16)] * 4, gap=0), *apart([((256,), torch.bfloat16)] * 4)]
+    order = [4, 0, 5, 1, 6, 3, 7, 2]
+    before = [tensors[number].clone() for number in order]
+    back, session = through([tensors[number] for number in order])
+    assert all(torch.equal(one, other) for one, other in zip(back, before, strict=True))
+    record = session.records[-1]
+    assert (record.copies_out, record.bytes_out) == (5, 8 * 512)
+
+
 def test_those_of_two_regions_go_together(cut_at_once: list[int]) -> None:
     tensors = apart([((64,), torch.bfloat16)] * 6)
     before = [tensor.clone() for tensor in tensors]
@@ -133,6 +148,41 @@ def test_those_of_two_regions_go_together(cut_at_once: list[int]) -> None:
     back = [*layer.seen[1], *layer.seen[0]]  # the last region's are read first
     assert all(torch.equal(one, other) for one, other in zip(back, before, strict=True))
     assert session.records[-1].bytes_back == 6 * 128
+
+
+def test_small_slots_that_go_together_keep_their_alignment() -> None:
+    first, second = apart([((64,), torch.bfloat16), ((65,), torch.bfloat16)])
+    shifted = second[1:]
+    back, session = ops([first], [shifted])
+    assert torch.equal(back[0], first) and torch.equal(back[1], shifted)
+    offsets = [tensor.storage_offset() * tensor.element_size() % 512 for tensor in back]
+    assert offsets == [0, 2]
+    assert session.records[-1].bytes_back >= 256
+
+
+def test_slot_without_elements_is_no_copy_among_those_that_go_together() -> None:
+    tensors = apart([((64,), torch.bfloat16), ((1,), torch.uint8), ((32,), torch.float32)])
+    tensors[1] = tensors[1][:0]
+    back, session = ops(*[[tensor] for tensor in tensors])
+    assert all(torch.equal(one, other) for one, other in zip(back, tensors, strict=True))
+    record = session.records[-1]
+    assert (record.copies_out, record.bytes_out, record.bytes_back) == (2, 256, 256)
+
+
+def test_slot_without_elements_does_not_hold_the_memory_that_it_is_a_view_of() -> None:
+    def make() -> list[torch.Tensor]:
+        whole = torch.zeros(1 << 16)
+        memory.append(StorageWeakRef(whole.untyped_storage()))
+        return [whole[:0], whole[5:5]]
+
+    memory: list[StorageWeakRef] = []
+    op = Op(make)
+    layer = torch.nn.Sequential(op)
+    with OffloadSession(layer, min_bytes=0) as session, session.step():
+        y = layer(torch.ones(1, requires_grad=True)).sum()
+        assert memory[0].expired()
+        y.backward()
+    assert [tensor.shape for tensor in op.seen] == [(0,), (0,)]
 
 
 def test_their_memory_goes_with_the_last_of_them_though_the_graph_lives(cut_at_once: list[int]) -> None:
@@ -220,7 +270,7 @@ def _words(first: int, count: int) -> bytes:
 
 
 def test_views_begin_where_the_first_one_is_put() -> None:
-    strip = Scattered(512, 3076, [1, 0], [512, 3072], [8, 4], [(2, 1), (1,)], torch.int32)
+    strip = Scattered(512, [1, 0], [512, 3072], [8, 4], [(2, 1), (1,)], torch.int32)
     assert _views(strip, 512, 4096) == [_words(128, 2), _words(768, 1)]
     assert _views(strip, 1024, 4096) == [_words(256, 2), _words(896, 1)]
     assert strip.parts() == [(512, 520), (3072, 3076)]
