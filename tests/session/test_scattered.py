@@ -169,6 +169,16 @@ def test_slot_without_elements_is_no_copy_among_those_that_go_together() -> None
     assert (record.copies_out, record.bytes_out, record.bytes_back) == (2, 256, 256)
 
 
+@pytest.mark.parametrize("through", [region, ops])
+def test_one_without_elements_is_no_copy_beside_others_that_lie_apart(through: Any) -> None:
+    tensors = apart([((64,), torch.bfloat16), ((1,), torch.uint8), ((32,), torch.float32), ((8,), torch.int64)])
+    tensors[1] = tensors[1][:0]
+    back, session = through(tensors)
+    assert all(torch.equal(one, other) for one, other in zip(back, tensors, strict=True))
+    record = session.records[-1]
+    assert (record.copies_out, record.bytes_out, record.bytes_back) == (3, 320, 320)
+
+
 def test_slot_without_elements_does_not_hold_the_memory_that_it_is_a_view_of() -> None:
     def make() -> list[torch.Tensor]:
         whole = torch.zeros(1 << 16)

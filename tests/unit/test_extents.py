@@ -203,7 +203,7 @@ def test_one_contiguous_tensor_is_cut_as_any_others_are(begin: int, size: list[i
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1500)), min_size=2, max_size=6),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1500) | st.just(512)), min_size=2, max_size=6),
     st.integers(0, 12),
     st.randoms(use_true_random=False),
     st.booleans(),
