@@ -121,6 +121,15 @@ class Strip(NamedTuple):
         return row if same else None
 
 
+def _dense(tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[bool]:
+    """Of each whether it is contiguous and its strides follow from its size: those of dimensions of 1 may be any."""
+    contiguous = map(_IS_CONTIGUOUS, tensors)
+    if True not in [1 in shape for shape in shapes]:
+        return list(contiguous)
+    three = zip(tensors, shapes, contiguous, strict=True)
+    return [so and (1 not in shape or tensor.stride() == _strides(shape)) for tensor, shape, so in three]
+
+
 def _strides(size: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for length in reversed(size):
@@ -137,7 +146,7 @@ def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) 
     keys = list(map(_IDENTITY, map(_STORAGE, tensors)))
     shapes = list(map(_SHAPE, tensors))
     dtypes = list(map(_DTYPE, tensors))
-    dense = list(map(_IS_CONTIGUOUS, tensors))
+    dense = _dense(tensors, shapes)
     alike = shapes.count(shapes[0]) == len(shapes) and dtypes.count(dtypes[0]) == len(dtypes)
     lengths = [tensors[0].nbytes] * len(tensors) if alike else list(map(_NBYTES, tensors))
     strips: list[Strip] = []
@@ -285,7 +294,7 @@ def apart(tensors: Sequence[torch.Tensor], begins: list[int]) -> Apart | None:
     if 2 * touching > len(begins) or 0 in lengths:
         return None
     keys = list(map(_IDENTITY, map(_STORAGE, tensors)))
-    if len(set(keys)) < len(keys) or False in map(_IS_CONTIGUOUS, tensors):
+    if len(set(keys)) < len(keys) or False in _dense(tensors, list(map(_SHAPE, tensors))):
         return None
     return Apart(begins, lengths, keys)
 

@@ -169,6 +169,22 @@ def test_slot_without_elements_is_no_copy_among_those_that_go_together() -> None
     assert (record.copies_out, record.bytes_out, record.bytes_back) == (2, 256, 256)
 
 
+@pytest.mark.parametrize("touch", [False, True])
+@pytest.mark.parametrize("through", [region, ops, two_ops])
+def test_stride_of_a_dimension_of_one_is_what_it_was(
+    monkeypatch: pytest.MonkeyPatch, through: Any, touch: bool
+) -> None:
+    monkeypatch.setattr(load, "joins_storages", lambda _: touch)
+    tensors = apart([((128, 4), torch.float32)] * 4, gap=0 if touch else 512)
+    tensors[1] = tensors[1].as_strided((1, 512), (777, 1))
+    tensors[3] = tensors[3].view(1, 512)
+    back, session = through(tensors)
+    for tensor, found in zip(tensors, back, strict=True):
+        assert (found.shape, found.stride()) == (tensor.shape, tensor.stride())
+        assert torch.equal(found, tensor)
+    assert session.records[-1].bytes_back == 4 * 2048
+
+
 @pytest.mark.parametrize("through", [region, ops])
 def test_one_without_elements_is_no_copy_beside_others_that_lie_apart(through: Any) -> None:
     tensors = apart([((64,), torch.bfloat16), ((1,), torch.uint8), ((32,), torch.float32), ((8,), torch.int64)])
