@@ -142,3 +142,68 @@ def test_slot_written_to_after_it_was_declared_leaves_when_the_forward_is_over(
     assert [float(part.sum()) for part in op.found[0]] == [150.0 * written] * 2
     assert session.records[-1].bytes_back == 400
     assert (ready[0] > moments[0]) is written
+
+
+class _InRegion(torch.nn.Module):
+    """Ops in one region."""
+
+    session: OffloadSession
+
+    def __init__(self, *ops: Op) -> None:
+        super().__init__()
+        self.ops = torch.nn.ModuleList(ops)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.session.region("attention"):
+            for op in self.ops:
+                x = op(x)
+        return x
+
+
+def test_tensor_that_an_op_names_in_a_region_is_its_slots_and_what_nobody_names_the_regions() -> None:
+    named, others = torch.ones(100), (torch.ones(20), torch.ones(30))
+    layer = _InRegion(Op((), rest=others), Op((named,)))
+    with OffloadSession(layer, min_bytes=0) as session:
+        layer.session = session
+        with session.step():
+            layer(torch.ones(1, requires_grad=True)).sum().backward()
+    rows = [(row.op, row.slot, row.tensors, row.bytes_out) for row in session.records[-1].slots if row.tensors]
+    assert sorted(rows) == [
+        ("attention", SlotName.REGION, 2, 200),
+        ("ops.1", SlotName.GROUPED_LINEAR_INPUT, 1, 400),
+    ]
+
+
+def test_slot_that_a_hook_of_someone_else_takes_has_its_bytes_in_the_record() -> None:
+    op = Op((torch.ones(100), torch.ones(7)))
+    taken: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        taken.append(tensor)
+        return tensor
+
+    class Hooked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.op = op
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return self.op(x)
+
+    layer = Hooked()
+    with OffloadSession(layer, min_bytes=0) as session, session.step():
+        layer(torch.ones(1, requires_grad=True)).sum().backward()
+    (row,) = [row for row in session.records[-1].slots if row.op]
+    assert (row.reason, row.nbytes, row.tensors, len(taken)) == (Reason.FOREIGN_HOOK, 428, 2, 2)
+
+
+def test_tensors_that_are_marked_to_stay_are_one_row_with_their_bytes_and_what_shares_their_memory_stays() -> None:
+    whole, other = torch.ones(100), torch.ones(5)
+    marked = whole[:50]
+    for tensor in (marked, other):
+        tensor._TE_do_not_offload = True  # type: ignore[attr-defined]
+    session = _step(Op((), rest=(marked, other, whole[50:], torch.ones(20))))
+    rows = {row.reason: (row.nbytes, row.tensors) for row in session.records[-1].slots if row.tensors}
+    assert rows == {Reason.MARKED: (220, 2), Reason.ALIAS: (200, 1), Reason.NONE: (80, 1)}
+    assert session.records[-1].bytes_out == 80
