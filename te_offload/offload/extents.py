@@ -121,10 +121,14 @@ class Strip(NamedTuple):
         return row if same else None
 
 
-def _dense(tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[bool]:
-    """Of each whether it is contiguous and its strides follow from its size: those of dimensions of 1 may be any."""
+def _dense(tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], *, alike: bool = False) -> list[bool]:
+    """Of each whether it is contiguous and its strides follow from its size: those of dimensions of 1 may be any.
+
+    Args:
+        shapes: of the tensors. alike: whether all are the same.
+    """
     contiguous = map(_IS_CONTIGUOUS, tensors)
-    if True not in [1 in shape for shape in shapes]:
+    if True not in [1 in shape for shape in (shapes[:1] if alike else shapes)]:
         return list(contiguous)
     three = zip(tensors, shapes, contiguous, strict=True)
     return [so and (1 not in shape or tensor.stride() == _strides(shape)) for tensor, shape, so in three]
@@ -146,8 +150,8 @@ def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) 
     keys = list(map(_IDENTITY, map(_STORAGE, tensors)))
     shapes = list(map(_SHAPE, tensors))
     dtypes = list(map(_DTYPE, tensors))
-    dense = _dense(tensors, shapes)
     alike = shapes.count(shapes[0]) == len(shapes) and dtypes.count(dtypes[0]) == len(dtypes)
+    dense = _dense(tensors, shapes, alike=alike)
     lengths = [tensors[0].nbytes] * len(tensors) if alike else list(map(_NBYTES, tensors))
     strips: list[Strip] = []
     members: list[int] = []

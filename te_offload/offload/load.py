@@ -108,7 +108,8 @@ class Load:
                 self.strips, self.bases = [strip], [0]
             else:
                 across = joins_storages(device.type)
-                if len(self.tensors) > 1:
+                ends = self.tensors[:2], self.tensors[-2:]
+                if len(self.tensors) > 1 and False in [_touch(*pair) for pair in ends]:  # else most do, one may say
                     begins = list(map(torch.Tensor.data_ptr, self.tensors))
                     self.apart = None if any(map(ALIGNMENT.__rmod__, begins)) else apart(self.tensors, begins)
                 if self.apart is None:
@@ -242,6 +243,11 @@ class Load:
             return handles
         let_go([handle for handle in handles if handle.cargo is None])  # they would hold a storage for nothing
         return [handle for handle in handles if handle.cargo is not None]
+
+
+def _touch(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one tensor begins where another one ends."""
+    return one.data_ptr() + one.nbytes == other.data_ptr()
 
 
 def as_one(loads: list[Load], device: torch.device) -> Load:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -94,6 +94,7 @@ def cut_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ),
     st.randoms(use_true_random=False),
 )
+@settings(max_examples=60, deadline=None)
 def test_any_tensors_that_lie_apart_come_back_as_they_were(
     through: Any, shapes: list[tuple[tuple[int, ...], torch.dtype]], order: random.Random
 ) -> None:
