@@ -95,7 +95,8 @@ def decide(
         if refused is None:
             return going, [load for load in loads if load.handles and load.entry.fate is not _GOES]
         refused.fate, refused.reason = Fate.KEPT, Reason.NO_ROOM
-        refused.cargo, refused.bytes_out = None, 0
+        for load in loads:
+            load.entry.cargo, load.entry.bytes_out = None, 0
         going = [load for load in loads if load.entry.fate is _GOES]
 
 
@@ -196,16 +197,18 @@ def _share_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -
 
 
 def _keep_shared_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -> None:
+    for load in loads:
+        if load.handles and load.entry.fate is not _GOES:
+            staying |= load.storages
     changed = True
     while changed:
         changed = False
-        for load in loads:
-            goes = load.entry.fate is _GOES
-            if goes and load.storages & owned:
+        for load in [load for load in loads if load.entry.fate is _GOES]:
+            if load.storages & owned:
                 load.entry.fate, load.entry.reason, changed = Fate.KEPT, Reason.PARAMETER, True
-            elif goes and load.storages & staying:
+            elif load.storages & staying:
                 load.entry.fate, load.entry.reason, changed = Fate.KEPT, Reason.ALIAS, True
-            if load.handles and load.entry.fate is not _GOES:
+            if load.entry.fate is not _GOES:
                 staying |= load.storages
 
 

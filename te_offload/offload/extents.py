@@ -121,17 +121,22 @@ class Strip(NamedTuple):
         return row if same else None
 
 
-def _dense(tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], *, alike: bool = False) -> list[bool]:
-    """Of each whether it is contiguous and its strides follow from its size: those of dimensions of 1 may be any.
+def usual_strides(
+    tensors: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], *, alike: bool = False
+) -> list[bool]:
+    """Of each whether it is contiguous and its strides follow from its size: those of a dimension of 1 may be any, and of a
+    tensor without elements.
 
     Args:
         shapes: of the tensors. alike: whether all are the same.
     """
     contiguous = map(_IS_CONTIGUOUS, tensors)
-    if True not in [1 in shape for shape in (shapes[:1] if alike else shapes)]:
+    if True not in [1 in shape or 0 in shape for shape in (shapes[:1] if alike else shapes)]:
         return list(contiguous)
     three = zip(tensors, shapes, contiguous, strict=True)
-    return [so and (1 not in shape or tensor.stride() == _strides(shape)) for tensor, shape, so in three]
+    return [
+        so and (not (1 in shape or 0 in shape) or tensor.stride() == _strides(shape)) for tensor, shape, so in three
+    ]
 
 
 def _strides(size: Sequence[int]) -> tuple[int, ...]:
@@ -151,12 +156,12 @@ def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) 
     shapes = list(map(_SHAPE, tensors))
     dtypes = list(map(_DTYPE, tensors))
     alike = shapes.count(shapes[0]) == len(shapes) and dtypes.count(dtypes[0]) == len(dtypes)
-    dense = _dense(tensors, shapes, alike=alike)
+    usual = usual_strides(tensors, shapes, alike=alike)
     lengths = [tensors[0].nbytes] * len(tensors) if alike else list(map(_NBYTES, tensors))
     strips: list[Strip] = []
     members: list[int] = []
     pitch, end, storage, shape, dtype = 0, -1, -1, shapes[0], dtypes[0]
-    length = lengths[0] if alike and len(shape) > 0 and False not in dense else -1
+    length = lengths[0] if alike and len(shape) > 0 and False not in usual else -1
     if not across_storages and keys.count(keys[0]) < len(keys):
         length = -1
     if length > 0 and begins == list(range(begins[0], begins[0] + len(begins) * length, length)):
@@ -185,7 +190,7 @@ def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) 
             end, storage = begin + length, keys[index]
             continue
         gap = begin - end
-        joins = 0 <= gap < ALIGNMENT and dense[index] and dtypes[index] is dtype
+        joins = 0 <= gap < ALIGNMENT and usual[index] and dtypes[index] is dtype
         if joins:  # of another storage: in the same segment?
             joins = keys[index] == storage or (across_storages and (end - 1) // SEGMENT == begin // SEGMENT)
         if joins and not gap:
@@ -194,7 +199,7 @@ def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) 
             step = begin - begins[members[-1]]
             joins = shapes[index] == shape and len(shape) > 0
             joins = joins and (step == pitch or (len(members) == 1 and step % dtype.itemsize == 0))
-        if joins and (len(members) > 1 or dense[members[0]]):
+        if joins and (len(members) > 1 or usual[members[0]]):
             if gap:
                 pitch = begin - begins[members[-1]]
             members.append(index)
@@ -298,7 +303,7 @@ def apart(tensors: Sequence[torch.Tensor], begins: list[int]) -> Apart | None:
     if 2 * touching > len(begins) or 0 in lengths:
         return None
     keys = list(map(_IDENTITY, map(_STORAGE, tensors)))
-    if len(set(keys)) < len(keys) or False in _dense(tensors, list(map(_SHAPE, tensors))):
+    if len(set(keys)) < len(keys) or False in usual_strides(tensors, list(map(_SHAPE, tensors))):
         return None
     return Apart(begins, lengths, keys)
 

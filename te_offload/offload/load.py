@@ -28,6 +28,7 @@ from te_offload.offload.extents import (
     lone_runs,
     storage_key,
     strips_of,
+    usual_strides,
 )
 from te_offload.offload.saved import Part, Saved, SlotEntry, has_storage, let_go
 from te_offload.slots import Fate, Reason
@@ -257,7 +258,9 @@ def as_one(loads: list[Load], device: torch.device) -> Load:
     first = Load(loads[0].entry, [handle for load in loads for handle in load.handles])
     first.others, first.last = loads[1:], loads[-1].entry
     across = joins_storages(device.type)
-    if False not in [load.contiguous or load.apart is not None for load in loads]:
+    alone = [load.tensors[0] for load in loads if load.contiguous]
+    usual = False not in usual_strides(alone, list(map(_SHAPE, alone)))
+    if usual and False not in [load.contiguous or load.apart is not None for load in loads]:
         begins, lengths = _begins_and_lengths(loads)
         if 0 not in lengths and not any(map(ALIGNMENT.__rmod__, begins)):
             first.runs, first.order = lone_runs(begins, lengths, across_storages=across)

@@ -112,7 +112,7 @@ class Returns:
         if visit.key in self._next:
             return self._after(visit.key)
         before = reversed(self._visits[: visit.number])
-        return next((other for other in before if not other.read and other.cargos), None)
+        return next((other for other in before if not other.read and _is_away(other)), None)
 
     def _after(self, key: tuple[str, int]) -> LayerVisit | None:
         """The next forward in the order of the step before that this step has too: it did not look at all of them."""
@@ -123,3 +123,10 @@ class Returns:
             following = self._next.get(following)
         visit_after = self._by_key.get(following) if following is not None else None
         return None if visit_after is None or visit_after.read else visit_after
+
+
+def _is_away(visit: LayerVisit) -> bool:
+    """Whether something of a forward would have to come back. From one of which nothing would, the order of the step before
+    could lead to one that was looked at already, and so on without an end.
+    """
+    return any(cargo.state is ON_HOST or cargo.state is LEAVING for cargo in visit.cargos)

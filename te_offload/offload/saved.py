@@ -363,6 +363,36 @@ class Saved:
         )
 
 
+class Unmoved:
+    """A saved tensor that no session touches: a parameter, or what is exempt or marked to stay.
+
+    Args:
+        tensor: which. layer: what saved it, for messages.
+    """
+
+    __slots__ = ("_layer", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, layer: str) -> None:
+        self._tensor = without_graph(tensor)
+        self._layer = layer
+        self._version = version_of((tensor,))
+
+    def take(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            SavedTensorModifiedError: it was written to since it was saved; where there are hooks, autograd does not look.
+        """
+        tensor = self._tensor
+        if self._version >= 0 and tensor._version != self._version:
+            raise SavedTensorModifiedError(
+                f"{self._layer}: a weight, or another saved tensor of {tuple(tensor.shape)} {tensor.dtype} that stays as "
+                "it is, was written to in place between the forward and its backward, so gradients would be wrong. Call "
+                "optimizer.step() after the backward, or write to a clone."
+            )
+        return tensor
+
+
 class SavedWrapper:
     """A quantized wrapper tensor of Transformer Engine, taken apart into its buffers.
 
@@ -382,7 +412,7 @@ class SavedWrapper:
 
 
 def give_out(packed: Any) -> Any:
-    """The unpack hook: a handle's one tensor, or what was never packed; errors as in `Saved.take`."""
+    """The unpack hook: a handle's one tensor, or what stands for another; errors as in `Saved.take`."""
     if type(packed) is Saved:
         part = packed.part
         if part is None or part.cut is None or packed.taken or packed.entry.once:
@@ -394,7 +424,14 @@ def give_out(packed: Any) -> Any:
             assert packed.cargo is not None
             part.handed_over(packed.cargo)
         return tensor
-    return packed.take() if isinstance(packed, SavedWrapper) else packed
+    return packed if packed is None else packed.take()
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its place in autograd's graph, which autograd knows by itself. A node that saved its own output, and
+    holds what a pack hook made of it, is never freed if that holds the node, unless a backward goes through it.
+    """
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def let_go(handles: Iterable[Saved | None]) -> bool:

@@ -19,7 +19,7 @@ from te_offload.offload.cargo import Cargo, Hold
 from te_offload.offload.decide import decide, storages_of
 from te_offload.offload.extents import storage_key
 from te_offload.offload.load import Load
-from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out, is_plain
+from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, Unmoved, give_out, is_plain, without_graph
 from te_offload.offload.states import RELEASED
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SavedSlot, SaveState, SlotName, SlotObserver, Watch
@@ -203,7 +203,7 @@ class LayerVisit(SlotObserver):
             entry.ready = self._engine.mover.transfer.mark() if alone else None
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """The pack hook: a handle, or the tensor itself where it must not be touched."""
+        """The pack hook: what stands for the tensor."""
         entry, kind, base = self._region, type(tensor), tensor._base
         if (
             entry is not None
@@ -212,32 +212,32 @@ class LayerVisit(SlotObserver):
             and id(tensor) not in self._named
             and not getattr(tensor, _NOT_OFFLOAD, False)
         ):  # a region's, as most are
-            handle = Saved([tensor], entry)
+            handle = Saved([tensor if tensor.is_leaf else tensor.detach()], entry)
             entry.handles.append(_reference(handle))
             return handle
         if kind is not _TENSOR and isinstance(tensor, _PARAMETER):
-            return tensor
+            return Unmoved(tensor, self.layer)
         if base is not None and isinstance(base, _PARAMETER):
-            return tensor  # whoever shards parameters may free their memory while a copy reads it
+            return Unmoved(tensor, self.layer)  # whoever shards parameters may free their memory while a copy reads it
         entry = None
         known = self._named.get(id(tensor))
         if known is not None and known[0]() is tensor and known[2]:
             if known[2][0] is None:  # exempt, for good
                 self.exempt_bytes += tensor.nbytes
-                return tensor
+                return Unmoved(tensor, self.layer)
             entry = known[2].pop(0)
             if entry is not None and known[1] >= 0 and tensor._version != known[1]:
                 entry.ready = None  # written to after the op had saved it: there when the forward ends
         if entry is None and te_adapter.is_marked_not_offload(tensor):
             self._count_marked(tensor)
-            return tensor
+            return Unmoved(tensor, self.layer)
         apart = te_adapter.take_apart(tensor) if kind is not _TENSOR else None
         if apart is not None:
             for buffer in apart[1]:
                 if entry is not None and buffer is not None:
                     self._name(buffer, entry)
             return SavedWrapper(apart[0], [None if buffer is None else self.pack(buffer) for buffer in apart[1]])
-        return self._handle([tensor], entry or self._entry_of_other(tensor))
+        return self._handle([without_graph(tensor)], entry or self._entry_of_other(tensor))
 
     def _handle(self, tensors: list[torch.Tensor], entry: SlotEntry) -> Saved:
         handle = Saved(tensors, entry)

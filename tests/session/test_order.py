@@ -85,3 +85,19 @@ def test_tensors_come_back_in_the_order_in_which_they_were_saved(
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other) and one.shape == other.shape
     assert session.records[-1].bytes_back >= sum(tensor.nbytes for tensor in expected)
+
+
+@pytest.mark.parametrize("through", [slot_round_trip, round_trip], ids=["op", "hooks"])
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("same", [True, False])
+def test_strides_that_do_not_follow_from_the_size_come_back_beside_others(through: Any, same: bool, rows: int) -> None:
+    def make() -> list[torch.Tensor]:
+        memory = torch.arange(256.0)
+        other = memory[8:] if same else torch.arange(8.0)
+        found = [memory[:8].as_strided((rows, 8), (16, 1)), torch.arange(32.0).as_strided((rows, 16), (3, 1))]
+        return [*found, other.as_strided((rows, 8), (16, 1)), torch.arange(24.0).view(3, 8)]
+
+    found, session = through(make)
+    assert [one.stride() for one in found] == [one.stride() for one in make()]
+    assert all(map(torch.equal, found, make()))
+    assert session.records[-1].bytes_back == 4 * (rows * 32 + 24)

@@ -10,6 +10,7 @@ import torch
 from te_offload import OffloadSession
 from te_offload.offload.returns import Returns
 from te_offload.offload.states import ON_HOST
+from te_offload.offload.transfer import Mark
 from te_offload.offload.visit import LayerVisit
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.mlp import make_inputs
@@ -52,3 +53,22 @@ def test_what_the_step_before_read_next_is_on_its_way_when_it_is_asked_for(
         _train(session, model, order)
     assert len(on_its_way) == 3 * len(order)
     assert all(on_its_way[1:]) and not on_its_way[0]
+
+
+def test_more_forwards_than_before_read_in_another_order_are_looked_ahead_to_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, looked = Returns._bring, list[tuple[str, int]]()
+
+    def bring(self: Returns, visit: LayerVisit, free: Mark) -> bool:
+        looked.append(visit.key)
+        assert len(looked) < 100, "it looks at the same forwards again and again"
+        return real(self, visit, free)
+
+    monkeypatch.setattr(Returns, "_bring", bring)
+    model = Stack(1)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight="1MiB") as session:
+        _train(session, model, (0, 1))
+        looked.clear()
+        _train(session, model, (2, 0, 1))  # the last read before, 1, lies behind 0 in the order of forwards
+    assert sorted(set(looked)) == [("layer0", 0), ("layer0", 1)]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from te_offload.offload.saved import without_graph
 from te_offload.offload.transfer import Mark
 from te_offload.ops import te_adapter
 from te_offload.ops.slot_owner import SlotOwner
@@ -83,7 +84,7 @@ class Recorder(SlotObserver):
         """The hook."""
         if type(tensor) is torch.Tensor and not te_adapter.is_marked_not_offload(tensor):
             self._packed.append(tensor.detach())
-        return tensor
+        return without_graph(tensor)
 
     def watch(self) -> Watch:
         """See `SlotObserver.watch`."""
