@@ -162,8 +162,9 @@ class Mover:
                     break
                 self._block_for_room(cargo.out.ended)
             held -= cargo.copied
-            self._leaving.remove(cargo)
-            self._let_go(cargo)
+            if cargo in self._leaving:  # what was let go before it may have held the last graph of another one
+                self._leaving.remove(cargo)
+                self._let_go(cargo)
 
     def _block_for_room(self, ended: Mark) -> None:
         """The compute stream waits for a copy out, so that the memory that it reads may be used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Iterator
@@ -9,11 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from te_offload import OffloadSession
+from te_offload.offload import engine as engine_module
+from te_offload.offload import session as session_module
+from te_offload.offload.decide import Rules
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.mover import Mover
+from te_offload.ops.slot_owner import SlotOwner
+from te_offload.slots import SavedSlot, SaveState
 from tests.session.test_lifetime import SPLITS, Stack
+from tests.support.late_copies import LateTransfer
 from tests.support.mlp import assert_same_bits, make_inputs, run
 
 
@@ -148,3 +156,53 @@ def test_session_that_is_gone_follows_collections_no_more() -> None:
     del session
     gc.collect()
     assert len(gc.callbacks) == before
+
+
+class _SavesItsInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: Any) -> torch.Tensor:
+        ctx.handle = op.hand_over(SavedSlot(None, SaveState.SAVED, (x,), ()), op.follower()[0])
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.handle.take()
+        return grad * 2, None
+
+
+class _Op(SlotOwner, torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _SavesItsInput.apply(x, self)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Sine(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.op = _Op()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.op((x + self.weight).sin())
+        return y
+
+
+def test_copy_that_held_the_last_graph_of_another_forward_ends_and_lets_both_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transfer = LateTransfer()
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: transfer)
+    monkeypatch.setattr(session_module, "Rules", functools.partial(Rules, together=0))
+    layer = _Sine()
+    x = torch.linspace(-1, 1, 64, requires_grad=True)
+    with OffloadSession(layer, min_bytes=0) as session:
+        with session.step():
+            forwards = [layer(x) for _ in range(3)]
+            mover = session._engine.mover  # type: ignore[union-attr]
+            assert len(mover._leaving) == 6
+            del forwards
+            for copy in transfer.out:
+                copy.wait()
+            layer(x).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, 2 * (x + 1).cos())
+        assert mover.in_flight == 0 and session.host_bytes == 0 and session.records[-1].bytes_out == 4 * 512
