@@ -206,7 +206,7 @@ class Saved:
             SavedTensorModifiedError: one was written to since it was saved.
             CorruptionError: ``verify=True`` found other bytes than were saved.
         """
-        entry, cargo = self.entry, self.cargo
+        entry = self.entry
         first, self.taken = not self.taken, True
         if not first and entry.once:
             raise BackwardTwiceError(
@@ -217,8 +217,8 @@ class Saved:
         if entry.once:
             visit.mover.begin_use()
         if not visit.read:
-            visit.first_read()
-        tensors = self.tensors
+            visit.first_read()  # which may send it away first
+        tensors, cargo = self.tensors, self.cargo
         if tensors is None and cargo is not None and cargo.state is not RETURNED:
             if cargo.state is RELEASED:
                 raise StepEndedError(

@@ -54,6 +54,30 @@ class _Two(torch.nn.Module):
             return tuple(x * one for one in torch.arange(1024.0).split(512))
 
 
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(first, second)
+        return x * first + x * second
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        first, second = ctx.saved_tensors
+        return grad * first + grad * second, None, None
+
+
+class _Multiplies(torch.nn.Module):
+    """Saves two tensors, whose sum is the gradient of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _Multiply.apply(x, torch.arange(512.0), torch.arange(512.0, 1024.0))  # type: ignore[no-untyped-call]
+        return y
+
+
 def _noted_memory(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
     """Filled with what lots allocate from now on."""
     memory: list[StorageWeakRef] = []
@@ -255,3 +279,22 @@ def test_tensors_of_several_dtypes_come_back_to_a_home_whose_bytes_are_no_multip
         assert torch.equal(one, other)
         assert other.untyped_storage()._cdata == home.given[0].untyped_storage()._cdata
     assert session.records[-1].bytes_back == 1027
+
+
+def test_what_is_sent_away_only_when_its_backward_begins_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: LateTransfer())
+    monkeypatch.setattr(session_module, "Rules", functools.partial(Rules, together=0))
+    layer = _Multiplies()
+    x = torch.zeros(512, requires_grad=True)
+    torch.use_deterministic_algorithms(True)  # new memory has no old numbers in it
+    try:
+        with OffloadSession(layer, min_bytes=0, max_in_flight=0) as session:
+            session.delay_commits(on=True)
+            with session.step():
+                y = layer(x)
+                assert session.host_bytes == 0
+                y.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert x.grad is not None and torch.equal(x.grad, torch.arange(512.0) + torch.arange(512.0, 1024.0))
+    assert session.records[-1].bytes_back > 0 and session.delay is not None and session.delay.forced == 1
