@@ -124,7 +124,7 @@ class Cargo:
     Attributes:
         copied: bytes of the runs. places: lot and offset of each run's first byte.
         users: weak references to the handles. untaken: parts, or whole lots, with tensors that were not handed over.
-        sources: the saved tensors while the copy out may read them. modified: one of them was written to before that.
+        sources: the saved tensors while the copy out may read them.
         ready: the mark after which the bytes are there to be copied.
         asked: the backward asked for the bytes after they had left.
         left: the copy out was seen to be over.
@@ -132,7 +132,6 @@ class Cargo:
         needed: the moment at which the backward needed them, before it waited, if that is timed.
     """
 
-    modified = False
     left = False
     asked = False
     recalled = False

@@ -190,8 +190,7 @@ class Mover:
         self.in_flight -= cargo.copied
         cargo.sources = None
         if cargo.state is LEAVING:
-            if let_go([reference() for reference in cargo.users]):
-                cargo.modified = True
+            let_go([reference() for reference in cargo.users])
             cargo.move(ON_HOST)
             self._uncount(cargo, "copied out")
         elif cargo.state is RELEASED:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _DEVICE, _DTYPE, _IS_NESTED, _LAYOUT = map(attrgetter, ("device", "dtype", "is_nested", "layout"))
+_WRITTEN = -2  # the version of a handle whose tensors were written to while they left
 _PLAIN_DEVICES = frozenset(("cuda", "cpu"))
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 _REAL = frozenset((*_FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool))
@@ -218,6 +219,8 @@ class Saved:
             visit.mover.begin_use()
         if not visit.read:
             visit.first_read()  # which may send it away first
+        if self.was_written:
+            self._fail_modified()
         tensors, cargo = self.tensors, self.cargo
         if tensors is None and cargo is not None and cargo.state is not RETURNED:
             if cargo.state is RELEASED:
@@ -234,8 +237,6 @@ class Saved:
             if entry.once:
                 self.tensors = None
             return tensors
-        if cargo is not None and cargo.modified:
-            self._fail_modified()
         tensors = self._restore(visit.device)
         if first and cargo is not None:
             self._hand_over(cargo)
@@ -351,6 +352,11 @@ class Saved:
         for part in self._all_parts():
             part.cut = None
 
+    @property
+    def was_written(self) -> bool:
+        """Whether a tensor was written to while the copy out may have read it: nobody knows what was copied."""
+        return self.version == _WRITTEN
+
     def was_modified(self) -> bool:
         """Whether a tensor was written to since it was saved, while the handle holds them."""
         tensors = self.held
@@ -415,7 +421,7 @@ def give_out(packed: Any) -> Any:
     """The unpack hook: a handle's one tensor, or what stands for another; errors as in `Saved.take`."""
     if type(packed) is Saved:
         part = packed.part
-        if part is None or part.cut is None or packed.taken or packed.entry.once:
+        if part is None or part.cut is None or packed.taken or packed.entry.once or packed.version == _WRITTEN:
             return packed.take()[0]
         packed.taken = True  # another handle has brought it back
         tensor = part.cut[packed.position]
@@ -434,15 +440,13 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_leaf else tensor.detach()
 
 
-def let_go(handles: Iterable[Saved | None]) -> bool:
-    """Have handles stop holding their tensors, whose copy out is over. Whether a tensor was written to since."""
-    modified = False
+def let_go(handles: Iterable[Saved | None]) -> None:
+    """Have handles stop holding their tensors, whose copy out is over, and remember which were written to since."""
     for handle in handles:
         if handle is not None:
             tensors, handle.tensors = handle.tensors, None
             if tensors is not None and handle.version >= 0 and tensors[0]._version != handle.version:
-                modified = True
-    return modified
+                handle.version = _WRITTEN
 
 
 def version_of(tensors: Sequence[torch.Tensor]) -> int:

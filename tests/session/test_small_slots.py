@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from te_offload import Fate, OffloadSession, Outcome, Reason
+from te_offload.errors import SavedTensorModifiedError
 from te_offload.offload import decide as decide_module
 from te_offload.offload import engine as engine_module
 from te_offload.offload.cargo import Cargo
@@ -15,6 +17,7 @@ from te_offload.offload.decide import Rules
 from te_offload.offload.mover import Mover
 from te_offload.offload.states import SlotState
 from tests.session.test_lifetime import SPLITS, Stack
+from tests.session.test_order import Op
 from tests.support.late_copies import LateTransfer
 from tests.support.mlp import assert_same_bits, run
 
@@ -126,3 +129,36 @@ def test_times_of_slots_that_go_together_add_up_to_those_of_their_copy() -> None
     assert sum(row.out_ms or 0 for row in record.slots) == pytest.approx(record.out_ms)
     assert sum(row.back_ms or 0 for row in record.slots) == pytest.approx(record.back_ms)
     assert record.out_ms > 0 and record.back_ms > 0
+
+
+class _Beside(torch.nn.Module):
+    """Ops beside one another."""
+
+    def __init__(self, ops: list[Op]) -> None:
+        super().__init__()
+        self.ops = torch.nn.ModuleList(ops)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [op(x) for op in self.ops]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_of_slots_in_one_copy_only_the_one_that_was_written_to_meanwhile_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: LateTransfer())
+    tensors = [torch.arange(float(100 + place)) for place in range(3)]
+    ops = [Op(lambda tensor=tensor: [tensor]) for tensor in tensors]
+    layer = _Beside(ops)
+    with OffloadSession(layer, min_bytes=0, verify=verify) as session:
+        with session.step():
+            parts = layer(torch.ones(1, requires_grad=True))
+            tensors[1].add_(1)
+            session._engine.mover.drain()  # type: ignore[union-attr]
+            parts[0].backward()
+            with pytest.raises(SavedTensorModifiedError, match=r"layer0/ops\.1\.grouped_linear_input"):
+                parts[1].backward()
+            parts[2].backward()
+        record = session.records[-1]
+    assert torch.equal(ops[0].seen[0], torch.arange(100.0)) and torch.equal(ops[2].seen[0], torch.arange(102.0))
+    assert record.bytes_back >= 4 * (100 + 101 + 102)
