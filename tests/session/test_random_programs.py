@@ -1,0 +1,117 @@
+"""Random programs in sessions of random settings, with copies that are late or at once: what a backward gets is what was
+saved, nothing is left behind, and the record adds up.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from te_offload import OffloadSession
+from te_offload.errors import BudgetError, SavedTensorModifiedError
+from te_offload.offload import cargo, load
+from te_offload.offload import engine as engine_module
+from te_offload.offload import session as session_module
+from te_offload.offload.decide import Rules
+from te_offload.offload.transfer import CpuTransfer
+from tests.support.late_copies import LateTransfer
+from tests.support.random_programs import ForwardRaisedError, Program, random_settings
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of checkpoints under no_grad
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections() -> Any:
+    """What was there before is not looked at by each of many garbage collections."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def _arrange(patch: pytest.MonkeyPatch, draw: random.Random) -> bool:
+    """Random copies, sizes of slots that go together, and alignments. Whether new memory is to be filled with NaN."""
+    seed = draw.choice([None, draw.randrange(1 << 30)])
+    late = draw.random() < 0.8
+    patch.setattr(engine_module, "make_transfer", lambda *_: LateTransfer(seed) if late else CpuTransfer())
+    if draw.random() < 0.5:
+        together = draw.choice([0, 64, 300])
+        patch.setattr(session_module, "Rules", functools.partial(Rules, together=together))
+    if draw.random() < 0.5:
+        for module in (cargo, load):
+            patch.setattr(module, "ALIGNMENT", 64)  # what torch gives on a CPU
+    return draw.random() < 0.4
+
+
+def run(seed: int, device: torch.device, draw: random.Random) -> Program:
+    """Some steps of a program in a session."""
+    program = Program(seed, device)
+    varies = draw.random() < 0.5
+    with OffloadSession(program.layers, **random_settings(draw)) as session:
+        if draw.random() < 0.2:
+            session.delay_commits(on=True)
+        program.session = session
+        for number in range(draw.choice([1, 2, 3, 4, 5, 11])):
+            try:
+                with session.step():
+                    program.step(number if varies else 0)
+            except (ForwardRaisedError, BudgetError):
+                pass
+            except RuntimeError as error:
+                by_autograd = "modified by an inplace operation" in str(error)  # of what a backward saved
+                if not (program.wrote and (by_autograd or isinstance(error, SavedTensorModifiedError))):
+                    raise
+            program.check_after_step()
+            gc.collect()
+            assert session.host_bytes == 0 and session._engine is not None
+            assert session._engine.mover.in_flight == 0 and not session._engine.mover._leaving
+            for record in session.records[-1:]:
+                assert record.bytes_out == sum(row.bytes_out for row in record.slots)
+                assert min([row.bytes_out for row in record.slots], default=0) >= 0
+                session.report()
+    program.session = None
+    return program
+
+
+def _run(seed: int) -> Program:
+    draw = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        torch.use_deterministic_algorithms(_arrange(patch, draw))
+        try:
+            program = run(seed, CPU, draw)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert program.unfreed() == 0
+    return program
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_what_backwards_of_a_random_program_get_is_what_was_saved(seed: int) -> None:
+    _run(seed)
+
+
+def test_random_programs_themselves_are_sound() -> None:
+    for seed in range(20):
+        program = Program(seed, CPU)
+        program.may_raise = program.may_write = False
+        program.step(0)
+        program.check_after_step()
+        assert program.unfreed() == 0
+
+
+@pytest.mark.slow
+def test_what_backwards_of_many_random_programs_get_is_what_was_saved() -> None:
+    compared = 0
+    for seed in range(1000, 6000):
+        try:
+            compared += _run(seed).compared
+        except BaseException as error:
+            raise AssertionError(f"random program {seed}") from error
+    assert compared > 100_000
