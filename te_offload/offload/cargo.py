@@ -201,6 +201,12 @@ class Cargo:
         if self.untaken == 0:
             self.move(ON_HOST)
 
+    def leave_again(self) -> None:
+        """Some lots with all of their tensors were given out, and one of those is asked for again: bring all back again."""
+        for lot in self.lots:
+            lot.let_go()
+        self.move(ON_HOST)
+
     def __str__(self) -> str:
         return f"{self.name}, {self.nbytes} bytes,"
 

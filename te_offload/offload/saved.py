@@ -222,6 +222,8 @@ class Saved:
         if self.was_written:
             self._fail_modified()
         tensors, cargo = self.tensors, self.cargo
+        if not first and cargo is not None and cargo.state is RETURNED and self._memory_is_gone():
+            cargo.leave_again()
         if tensors is None and cargo is not None and cargo.state is not RETURNED:
             if cargo.state is RELEASED:
                 raise StepEndedError(
@@ -241,6 +243,11 @@ class Saved:
         if first and cargo is not None:
             self._hand_over(cargo)
         return tensors
+
+    def _memory_is_gone(self) -> bool:
+        """Whether what was brought back for it was given out and is not held any more, though others' still is."""
+        lots = [self._lot, *[part.lot for part in self._all_parts() if part.cut is None]]
+        return None in [lot.memory for lot in lots if lot is not None]
 
     def _restore(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors over the memory that is back."""

@@ -14,7 +14,7 @@ from te_offload import OffloadSession
 from te_offload.errors import SavedTensorModifiedError
 from te_offload.offload import engine as engine_module
 from te_offload.offload import session as session_module
-from te_offload.offload.cargo import Lot
+from te_offload.offload.cargo import OWN_LOT, Lot
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import GROWTH_STEPS
 from te_offload.offload.mover import Mover
@@ -298,3 +298,33 @@ def test_what_is_sent_away_only_when_its_backward_begins_is_waited_for(monkeypat
         torch.use_deterministic_algorithms(False)
     assert x.grad is not None and torch.equal(x.grad, torch.arange(512.0) + torch.arange(512.0, 1024.0))
     assert session.records[-1].bytes_back > 0 and session.delay is not None and session.delay.forced == 1
+
+
+class _Branches(torch.nn.Module):
+    """Saves two tensors in nodes of their own, each large enough for memory of its own when it is back."""
+
+    session: OffloadSession
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with self.session.region("both"):
+            return tuple(x * (number + torch.arange(float(OWN_LOT // 4))) for number in range(2))
+
+
+def test_tensor_comes_back_again_while_another_of_its_copy_was_never_asked_for() -> None:
+    layer = _Branches()
+    x = torch.zeros(OWN_LOT // 4, requires_grad=True)
+    with OffloadSession(layer, min_bytes=0, max_in_flight=0) as session:
+        layer.session = session
+        with session.step():
+            first, second = layer(x)
+            session._engine.mover.drain()  # type: ignore[union-attr]
+            for times in range(1, 4):
+                first.sum().backward(retain_graph=True)
+                assert x.grad is not None and torch.equal(x.grad, times * torch.arange(float(OWN_LOT // 4)))
+            second.sum().backward()
+            assert x.grad is not None and torch.equal(x.grad, 4 * torch.arange(float(OWN_LOT // 4)) + 1)
+    assert session.records[-1].bytes_back >= 2 * 2 * OWN_LOT
