@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +34,9 @@ from te_offload.offload.extents import (
 from te_offload.offload.saved import Part, Saved, SlotEntry, has_storage, let_go
 from te_offload.slots import Fate, Reason
 
+if TYPE_CHECKING:
+    from te_offload.offload.transfer import Mark
+
 _TENSORS, _DTYPE, _NBYTES, _SHAPE = map(attrgetter, ("tensors", "dtype", "nbytes", "shape"))
 
 
@@ -50,6 +54,7 @@ class Load:
             together.
         bases: for each strip what to add to its members to get numbers of tensors.
         cargo: carries the bytes, if the slot goes and has any of its own.
+        ready: the mark after which it may be copied, where those of its slots are not enough.
     """
 
     __slots__ = (
@@ -63,6 +68,7 @@ class Load:
         "last",
         "order",
         "others",
+        "ready",
         "runs",
         "strips",
         "tensors",
@@ -82,6 +88,7 @@ class Load:
         self.order: Sequence[int] | None = None
         self.contiguous = False
         self.cargo: Cargo | None = None
+        self.ready: Mark | None = None
         self.others: Sequence[Load] = ()
         self._storages: frozenset[int] | None = None
 

@@ -84,6 +84,8 @@ class Mover:
         thread: that of the step.
         knows_ends: whether the end of a copy can be asked for: not while a CUDA graph is captured.
         homes: of tensors that come back to the addresses where they were.
+        reused: how often host memory was given back for which the compute stream has waited, and the stream of copies out
+            only will where it waits for a later moment of that.
     """
 
     def __init__(self, device: torch.device, pool: HostPool, transfer: Transfer, max_in_flight: int) -> None:
@@ -93,6 +95,7 @@ class Mover:
         self.max_in_flight = max_in_flight
         self.counts = Counts()
         self.in_flight = 0
+        self.reused = 0
         self.thread = threading.get_ident()
         self.knows_ends = True
         self.homes: list[Home] = []
@@ -287,6 +290,7 @@ class Mover:
         if cargo.lease is not None:
             if cargo.back is not None:  # the compute stream has waited for it, and the lease's next user waits for that
                 cargo.lease.release()
+                self.reused += 1
             else:
                 cargo.lease.release(() if cargo.out is None else (cargo.out.ended,))
             cargo.lease = None

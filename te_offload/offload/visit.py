@@ -92,6 +92,7 @@ class LayerVisit(SlotObserver):
         self.needed: Mark | None = None
         self.keep = Reason.NONE
         self._loaded = False
+        self._reused = engine.mover.reused
         # Which of the step's waits for copies out were before this forward, after it, and before its backward.
         self.waits_before = self.waits_after = self.waits_before_backward = (0, 0)
         self._module = module
@@ -339,6 +340,12 @@ class LayerVisit(SlotObserver):
             )
             for load in staying:
                 self._keep(load, mover)
+            if (
+                mover.reused != self._reused
+            ):  # a backward came in between: earlier marks do not tell of what it read last
+                late = mover.transfer.mark()
+                for load in going:
+                    load.ready = late
             early = [load for load in going if load.entry.ready and load.last is load.entry] if len(going) > 1 else []
             order = early + [load for load in going if load not in early] if early else going
             for number, load in enumerate(order):
@@ -378,9 +385,9 @@ class LayerVisit(SlotObserver):
         assert cargo is not None
         going = load.put_on()
         if cargo.copied:
-            cargo.ready = load.entry.ready or self.ended
+            cargo.ready = load.ready or load.entry.ready or self.ended
             if load.last is not load.entry:  # without an end, all have marks of their own, in this order
-                cargo.ready = self.ended or load.last.ready
+                cargo.ready = load.ready or self.ended or load.last.ready
             self._watch(cargo, going)
             if self._engine.verifier is not None:
                 self._engine.verifier.note(cargo, self.forward)
