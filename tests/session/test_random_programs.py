@@ -109,9 +109,9 @@ def test_random_programs_themselves_are_sound() -> None:
 @pytest.mark.slow
 def test_what_backwards_of_many_random_programs_get_is_what_was_saved() -> None:
     compared = 0
-    for seed in range(1000, 6000):
+    for seed in range(1000, 2000):
         try:
             compared += _run(seed).compared
         except BaseException as error:
             raise AssertionError(f"random program {seed}") from error
-    assert compared > 100_000
+    assert compared > 10_000
