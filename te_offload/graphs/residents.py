@@ -37,19 +37,24 @@ class Residents:
         ]
         self._addresses: list[int] = []
         self._grads: list[int] = []
+        self._learns: list[bool] = []
 
     def note(self) -> None:
         """Where all is now is where it has to stay."""
         self._addresses = [tensor.data_ptr() for _, _, _, tensor in self._places]
         self._grads = [_address(parameter.grad) for _, parameter in self._parameters]
+        self._learns = [parameter.requires_grad for _, parameter in self._parameters]
 
     def moved(self) -> str | None:
-        """What has moved since `note`; ``None`` if nothing has."""
+        """What has moved since `note`, or been frozen or not; ``None`` if nothing has."""
         for (title, entries, name, tensor), address in zip(self._places, self._addresses, strict=True):
             if entries.get(name) is not tensor:
                 return f"{title} is another tensor now"
             if tensor.data_ptr() != address:
                 return f"{title} was at {address:#x} and is at {tensor.data_ptr():#x}"
+        for (title, parameter), learns in zip(self._parameters, self._learns, strict=True):
+            if parameter.requires_grad is not learns:
+                return f"{title}.requires_grad was {learns} and is {not learns}"
         for (title, parameter), address in zip(
             self._parameters if self._looks_at_grads else (), self._grads, strict=False
         ):

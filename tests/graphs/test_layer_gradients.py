@@ -61,7 +61,7 @@ def test_gradient_that_is_a_saved_tensor_is_copied_in_the_graph(machine: Machine
             assert torch.equal(given[0].grad, given[1].grad)
         pair = graphs.scopes["layer0"]._pair
         assert graphs.captured and pair is not None and pair._gradients[0] is not None
-        assert pair._gradients[0].extent not in (*pair._taken, *pair._carried)
+        assert pair._gradients[0].extent not in (*pair._between.taken, *pair._between.carried)
 
 
 class _Beside(Toy):

@@ -6,7 +6,7 @@ those of the tensors. Does not: decide which tensors need a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,24 +23,28 @@ class Buffers:
     """Static copies of some tensors, one behind the other.
 
     Args:
-        ground: where. tensors: like which.
+        ground: where. tensors: like which. layouts: other strides than the tensors', by number.
 
     Attributes:
         segments: their addresses. nbytes: of all.
     """
 
-    def __init__(self, ground: Ground, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, ground: Ground, tensors: Sequence[torch.Tensor], layouts: Mapping[int, tuple[int, ...]] | None = None
+    ) -> None:
         self._space = ground.space
         places, end = [], 0
-        for tensor in tensors:
+        for number, tensor in enumerate(tensors):
+            if layouts and number in layouts:
+                tensor = torch.empty_strided(tensor.size(), layouts[number], dtype=tensor.dtype, device="meta")
             nbytes = tensor.numel() * tensor.element_size()
-            places.append((end, tensor.dtype, tensor.size(), nbytes))
+            places.append((end, tensor.dtype, tensor.size(), _dense_strides(tensor)))
             end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self.segments = [ground.space.add_segment(end)] if end else []
         self.nbytes = end
         self._items = [
-            Item(Extent(self.segments[0] if end else 0, end), offset, dtype, size, _dense(size))
-            for offset, dtype, size, _ in places
+            Item(Extent(self.segments[0] if end else 0, end), offset, dtype, size, strides)
+            for offset, dtype, size, strides in places
         ]
 
     def storage(self) -> Any:
@@ -48,6 +52,18 @@ class Buffers:
         if not self.segments:
             return torch.UntypedStorage(0, device=self._space.device)
         return self._space.storage(self.segments[0], self.nbytes)
+
+    def like(self) -> list[torch.Tensor]:
+        """Tensors such as these, in memory of their own."""
+        device = self._space.device
+        return [torch.empty_strided(item.size, item.stride, dtype=item.dtype, device=device) for item in self._items]
+
+    def are_like(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether others have their strides."""
+        return all(
+            item.stride == tensor.stride() or strides_of(tensor) == _told(item.size, item.stride)
+            for item, tensor in zip(self._items, tensors, strict=True)
+        )
 
     def in_use(self) -> bool:
         """Whether someone holds it."""
@@ -75,9 +91,17 @@ class Buffers:
                 torch._foreach_copy_(self.tensors(storage), list(tensors))
 
 
-def _dense(size: Sequence[int]) -> tuple[int, ...]:
-    stride, found = 1, []
-    for length in reversed(size):
-        found.append(stride)
-        stride *= length
-    return tuple(reversed(found))
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its strides, as far as they make a difference."""
+    return _told(tensor.size(), tensor.stride())
+
+
+def _told(size: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    if 0 in size:
+        return ()
+    return tuple([stride if length != 1 else 0 for length, stride in zip(size, strides, strict=True)])
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a tensor of its size without gaps, in the order of its own where that has none."""
+    return torch.empty_like(tensor, device="meta").stride()

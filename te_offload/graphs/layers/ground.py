@@ -115,6 +115,10 @@ class Ground:
         """Whether a tensor is a graph's output, as the graph wrote it."""
         return tensor.is_contiguous() and tensor.data_ptr() in self._outputs
 
+    def writes(self, address: int) -> bool:
+        """Whether a graph writes an output there."""
+        return address in self._outputs
+
     def give_up(self, segments: Iterable[int]) -> None:
         """Graphs that know these segments are gone: give them back, once no living tensor covers them."""
         self._given_up.update(segments)

@@ -1,8 +1,8 @@
 """Tensors of a graph, remembered by where they lie, and made again over the same memory for each replay.
 
-In: tensors, and the extents that torch's allocator gave out. Out: `Item` values; tensors over storages. Keeps true: size,
-strides and dtype are those of the capture; tensors that lay in one allocation share one storage again. Does not: own
-memory.
+In: tensors, and the extents that torch's allocator gave out. Out: `Item` values; tensors over storages, copies there. Keeps
+true: size, strides and dtype are those of the capture; tensors that lay in one allocation share one storage again. Does
+not: own memory.
 """
 
 from __future__ import annotations
@@ -80,6 +80,27 @@ class Extents:
             return None
         offset = tensor.data_ptr() - extent.begin
         return Item(extent, offset, tensor.dtype, tensor.size(), tensor.stride(), tensor.requires_grad)
+
+
+def span(item: Item) -> tuple[int, int]:
+    """Addresses of its first byte and behind its last one; it has elements."""
+    last = sum([(size - 1) * step for size, step in zip(item.size, item.stride, strict=True)])
+    return item.address, item.address + (last + 1) * item.dtype.itemsize
+
+
+def put(item: Item, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
+    """Copy a tensor to where an item is, and what lies between its elements with it, if it has the item's strides."""
+    begin, end = span(item)
+    if tensor.stride() == item.stride:
+        count = (end - begin) // item.dtype.itemsize
+        target = tensor_of(storage, item.dtype, (count,), (1,), item.offset)
+        target.copy_(tensor.detach().as_strided((count,), (1,)))
+        return
+    target = item.over({item.extent: storage})
+    for place, step in enumerate(item.stride):
+        if not step:  # the same elements, so often
+            target, tensor = target.narrow(place, 0, 1), tensor.narrow(place, 0, 1)
+    target.copy_(tensor)
 
 
 def grouped(items: Sequence[Item]) -> list[tuple[Item, int]]:

@@ -156,6 +156,8 @@ class LayerGraphs:
                 line += f"; captured anew: {why}"
             for place, excess in scope.overflows.items():
                 line += f"; {excess} rows more were asked for than there are, in {place}"
+            if scope.copied:
+                line += f"; in {scope.copied} backwards gradients came in with other strides than in the warm-up"
             lines.append(line)
             found = [f"{what} {format_bytes(nbytes)}" for what, nbytes in scope.bytes().items() if nbytes]
             if found:

@@ -13,27 +13,26 @@ while nobody holds any of them.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from te_offload.errors import BackwardTwiceError, CaptureError
+from te_offload.errors import BackwardTwiceError, CaptureError, StateError
 from te_offload.graphs.backend import CudaBackend, CudaRecording, Pool
-from te_offload.graphs.holding import users_of
-from te_offload.graphs.layers.buffers import Buffers
+from te_offload.graphs.layers.between import Between
+from te_offload.graphs.layers.buffers import Buffers, strides_of
 from te_offload.graphs.layers.ground import Ground
-from te_offload.graphs.layers.items import Extents, Item, grouped, made
+from te_offload.graphs.layers.items import Extents, Item, grouped, made, put
 from te_offload.graphs.layers.pool import SegmentPool, segment_lengths
 from te_offload.graphs.layers.recorder import Recorder
 from te_offload.graphs.layers.space import Extent
-from te_offload.offload.transfer import Mark
 from te_offload.ops.row_check import RowCheck
-from te_offload.ops.slot_owner import SlotOwner
-from te_offload.slots import Reason, SavedSlot, SaveState, SlotHandle, Watch
+from te_offload.slots import SlotHandle, Watch
 
 
 @dataclass
@@ -48,17 +47,7 @@ class _Run:
     gradients: list[torch.Tensor | None]
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """A slot of an op: its buffers, or why it stays; and since when in a replay the buffers are there."""
-
-    op: SlotOwner
-    saved: SavedSlot
-    items: tuple[Item, ...]
-    ready: Callable[[], Mark] | None
-
-
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """A forward that was replayed, until its backward.
 
@@ -82,6 +71,10 @@ class GraphPair:
     Args:
         ground: memory, stream and marks. name: of the layer, for messages. module: the layer.
         function: its forward. structure, leaves: of the arguments. moving: which leaves are tensors that may lie anywhere.
+        layouts: strides of the gradients that come in, by the number of the output, where they are known.
+
+    Attributes:
+        copied: backwards whose gradients came in with other strides, and were copied.
     """
 
     def __init__(
@@ -93,6 +86,7 @@ class GraphPair:
         structure: Any,
         leaves: Sequence[Any],
         moving: Sequence[int],
+        layouts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
         self.name = name
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -106,10 +100,16 @@ class GraphPair:
         self.chained = {number: leaves[number].data_ptr() for number in moving if ground.wrote(leaves[number])}
         self._moving = [number for number in moving if number not in self.chained]
         own = [leaves[number] for number in self._moving]
+        self._strides = [strides_of(one) for one in own]
         self._inputs = Buffers(ground, own)
         self._differentiable = [number for number in moving if leaves[number].requires_grad]
         self._segments: list[int] = []
         self._pool: SegmentPool | None = None
+        self._between = Between()
+        self._layouts = layouts
+        self.copied = 0
+        self._flights: weakref.WeakSet[Flight] = weakref.WeakSet()
+        self._closed = False
         self._grads: Buffers | None = None
         self.rows = RowCheck(ground.device, most=256)
 
@@ -180,11 +180,14 @@ class GraphPair:
             self._note_outputs(run)
         outputs = [one for one in run.outputs if isinstance(one, torch.Tensor) and one.requires_grad]
         if grad_outputs is None:
-            self._grads = Buffers(ground, outputs)
+            numbers = [n for n, one in enumerate(run.outputs) if isinstance(one, torch.Tensor) and one.requires_grad]
+            layouts = {place: self._layouts[number] for place, number in enumerate(numbers) if number in self._layouts}
+            self._grads = Buffers(ground, outputs, layouts)
         wanted = [leaves[number] for number in self._differentiable] + self.parameters
         if not outputs or not wanted:
             return run
-        given = grad_outputs if grad_outputs is not None else [torch.empty_like(one) for one in outputs]
+        assert self._grads is not None
+        given = grad_outputs if grad_outputs is not None else self._grads.like()
         edges = [torch.autograd.graph.get_gradient_edge(one) for one in outputs]
         elsewhere |= recorder.storages()  # one of which may be returned as a gradient, and is the forward's
         # The backward must not use the outputs' memory, though it may not read them.
@@ -192,7 +195,8 @@ class GraphPair:
         run.outputs = []
         del outputs
         if grad_outputs is not None:
-            self._note_saved(run, keepers)
+            assert self._pool is not None
+            self._between = Between.of(recorder, self._pool.live(), keepers, ground.resident)
         recorder.clear()  # which saved tensors keep, with its hook: the backward may free what it has read
         elsewhere |= {one.untyped_storage().data_ptr() for one in given}
 
@@ -226,45 +230,11 @@ class GraphPair:
             self._outputs.append(item)
             self._values.append(None if item is not None else one)
 
-    def _note_saved(self, run: _Run, keepers: Sequence[torch.UntypedStorage]) -> None:
-        """What the backward may read: all that lives, but for outputs that nobody holds beside ``keepers``."""
-        assert self._pool is not None
-        alone: dict[int, int] = collections.Counter(storage.data_ptr() for storage in keepers)
-        unread = {storage.data_ptr() for storage in keepers if users_of(storage) <= alone[storage.data_ptr()]}
-        extents = [extent for extent in self._pool.live() if extent.begin not in unread]
-        live = Extents(extents)
-        self._slots: list[_Slot] = []
-        self._others: list[Item] = []
-        taken: set[Extent] = set()
-        for op, saved, ready, versions in run.recorder.slots:
-            items = tuple([item for item in map(live.item, saved.buffers) if item is not None])
-            crosses = len(items) != len([buffer for buffer in saved.buffers if buffer.numel()])
-            stays = None
-            if crosses:
-                stays = Reason.CROSSES_BORDER
-            elif self._ground.resident:
-                stays = Reason.NO_VIRTUAL_MEMORY
-            told = saved._replace(buffers=(), exempt=(), carried_bytes=None, stays=stays)
-            if stays is not None and saved.state is SaveState.SAVED:
-                told = told._replace(nbytes=sum([buffer.nbytes for buffer in saved.buffers]))
-                items = ()
-            written = [buffer._version for buffer in saved.buffers] != versions  # it is there when the forward ends
-            self._slots.append(_Slot(op, told, items, None if written else ready))
-            taken.update(item.extent for item in items)
-        if not self._ground.resident:
-            others = [live.item(tensor) for tensor in run.recorder.others]
-            self._others = [item for item in others if item is not None]
-            taken.update(item.extent for item in self._others)
-        self._taken = sorted(taken)
-        self._carried = [extent for extent in extents if extent not in taken]
-
     def _note(self, run: _Run, pool: SegmentPool) -> None:
         """Where gradients lie, and which memory lives how long."""
-        if run.backward is None:
-            self._slots, self._others, self._taken, self._carried = [], [], [], []
         live = Extents(pool.live())
         self._gradients: list[Item | None] = []
-        for one in run.gradients:
+        for one in run.gradients or [None] * (len(self._differentiable) + len(self.parameters)):
             item = live.item(one) if one is not None else None
             self._gradients.append(item)
             self._constants.append(one if item is None else None)  # such as Transformer Engine's, of a fused main_grad
@@ -274,14 +244,14 @@ class GraphPair:
         self._output_extents = sorted(set(outputs))
         self._gradient_extents = sorted({item.extent for item in self._gradients if item is not None})
         self._ground.synchronize()
-        extents = [*outputs, *self._taken, *self._carried, *self._gradient_extents]
+        extents = [*outputs, *self._between.taken, *self._between.carried, *self._gradient_extents]
         space = self._ground.space
         edges = space.edges(outputs)
         self._owned = pool.seal([*extents, *edges])
         self._segments += pool.segments
         self._zones = {extent: space.zones(*extent) for extent in (*extents, *edges)}
         # Beside an output, in the granules in which it begins and ends, the backward may work.
-        in_backward = [*self._taken, *self._carried, *self._gradient_extents, *edges]
+        in_backward = [*self._between.taken, *self._between.carried, *self._gradient_extents, *edges]
         self._in_backward = list({zone.begin: zone for extent in in_backward for zone in self._zones[extent]}.values())
         self._ground.add_outputs([item.address for item in self._outputs if item is not None])
 
@@ -298,8 +268,8 @@ class GraphPair:
         return {
             "inputs": self._inputs.nbytes,
             "outputs": of(self._output_extents),
-            "slots and saved tensors": of(self._taken),
-            "what else the backward reads": of(self._carried),
+            "slots and saved tensors": of(self._between.taken),
+            "what else the backward reads": of(self._between.carried),
             "gradients that come in": self._grads.nbytes,
             "gradients": of(self._gradient_extents),
             "scratch": whole - owned,
@@ -315,6 +285,9 @@ class GraphPair:
         for number, address in self.chained.items():
             if leaves[number].data_ptr() != address or not leaves[number].is_contiguous():
                 return "an input was another layer's output, and is not"
+        for number, strides in zip(self._moving, self._strides, strict=True):
+            if leaves[number].stride() != strides and strides_of(leaves[number]) != strides:
+                return "an input has other strides than the one of the capture"  # kernels, and so bits, depend on them
         if space.are_owned(self._owned):  # anywhere there the forward may write
             self._move_gradients()
         if space.are_owned(self._owned):
@@ -322,6 +295,14 @@ class GraphPair:
         if self._inputs.in_use():
             return "an input of an earlier call is in use"
         return None
+
+    def has_lost_an_input(self) -> bool:
+        """Whether it reads the output of a graph that is gone."""
+        return any(not self._ground.writes(address) for address in self.chained.values())
+
+    def awaits_backward(self) -> bool:
+        """Whether a backward of a replayed forward may still come."""
+        return bool(self._flights)
 
     def differentiable(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Of the arguments and the parameters, those for which `backward` has gradients."""
@@ -354,7 +335,7 @@ class GraphPair:
             self._inputs.fill(storage, [leaves[number] for number in self._moving])
             self._forward.replay()
             ground.launched()
-            saved = {extent: self._storage(extent) for extent in (*self._taken, *self._carried)}
+            saved = {extent: self._storage(extent) for extent in (*self._between.taken, *self._between.carried)}
             outputs = {extent: saved.get(extent) or self._storage(extent) for extent in self._output_extents}
         finally:
             space.bank.drop(self._owned)
@@ -362,7 +343,8 @@ class GraphPair:
         kept = [place for place, number in enumerate(self._differentiable) if leaves[number].is_leaf]
         flight = Flight([storage, [leaves[number] for number in self.chained]], kept)
         if self._backward is not None:
-            flight.carried = [saved[extent] for extent in self._carried]
+            self._flights.add(flight)
+            flight.carried = [saved[extent] for extent in self._between.carried]
             self._hand_over(flight, saved)
         del saved, outputs
         ground.order()
@@ -370,7 +352,7 @@ class GraphPair:
 
     def _hand_over(self, flight: Flight, saved: dict[Extent, torch.UntypedStorage]) -> None:
         """Tell of slots and saved tensors, as the layer's own forward would have."""
-        for slot in self._slots:
+        for slot in self._between.slots:
             observer, watch = slot.op.follower()
             tensors = [item.over(saved) for item in slot.items]
             handle = None
@@ -383,7 +365,7 @@ class GraphPair:
             else:
                 flight.plain += tensors
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        for item in self._others:
+        for item in self._between.others:
             tensor = item.over(saved)
             if hooks is None:
                 flight.plain.append(tensor)
@@ -395,13 +377,19 @@ class GraphPair:
 
         Raises:
             BackwardTwiceError: of this forward it was replayed before.
+            StateError: the graphs are closed.
         """
+        if self._closed:
+            raise StateError(
+                f"{self.name}: a backward of a forward whose graphs were closed since. Close them after the last backward."
+            )
         if flight.over:
             raise BackwardTwiceError(
                 f"{self.name}: a second backward over one forward; its graphs have given up what the first one read. Run "
                 "the forward again instead of retain_graph=True."
             )
         flight.over = True
+        self._flights.discard(flight)
         assert self._backward is not None
         ground, space = self._ground, self._ground.space
         ground.wait_for_gradients()
@@ -418,6 +406,7 @@ class GraphPair:
             if mirrored is None:
                 storage = self._grads.storage()
                 self._grads.fill(storage, grads)
+                self.copied += not self._grads.are_like(grads)
                 held.append(storage)
             self._backward.replay()
             if mirrored is not None:
@@ -448,7 +437,7 @@ class GraphPair:
             if tensor.data_ptr() != item.address:
                 storage = self._storage(item.extent)
                 held.append(storage)
-                item.over({item.extent: storage}).copy_(tensor)
+                put(item, storage, tensor)
             held.append(tensor)
         return held
 
@@ -457,7 +446,7 @@ class GraphPair:
         items = self._gradients[len(self._differentiable) :]
         for parameter, item in zip(self.parameters, items, strict=True):
             if item is not None and parameter.grad is not None and parameter.grad.data_ptr() == item.address:
-                parameter.grad = parameter.grad.clone()
+                parameter.grad.data = parameter.grad.clone()  # who holds it finds it there still
 
     # The end ---------------------------------------------------------------------------------------------------------
 
@@ -474,6 +463,7 @@ class GraphPair:
 
     def close(self) -> None:
         """Give up the graphs. Memory stays where a living tensor covers it. The device must be idle."""
+        self._closed = True
         self._forward.close()
         if self._backward is not None:
             self._backward.close()

@@ -15,7 +15,7 @@ from te_offload.offload.saved import without_graph
 from te_offload.offload.transfer import Mark
 from te_offload.ops import te_adapter
 from te_offload.ops.slot_owner import SlotOwner
-from te_offload.slots import SavedSlot, SlotHandle, SlotObserver, Watch
+from te_offload.slots import Reason, SavedSlot, SlotHandle, SlotObserver, Watch
 
 
 class _Handle(SlotHandle):
@@ -52,7 +52,14 @@ class Recorder(SlotObserver):
         self.slots: list[tuple[SlotOwner, SavedSlot, Callable[[], Mark] | None, list[int]]] = []
         self.others: list[torch.Tensor] = []
         self._packed: list[torch.Tensor] = []
+        self._given: list[torch.Tensor] = []  # what autograd holds
         self._exempt: list[torch.Tensor] = []
+
+    def seen(self) -> list[torch.Tensor]:
+        """All plain tensors that were saved or exempt, which someone holds because of that alone."""
+        found = [tensor for _, saved, *_ in self.slots for tensor in (*saved.buffers, *saved.exempt)]
+        found += self._given + self.others
+        return [tensor for tensor in found if type(tensor) is torch.Tensor]
 
     def storages(self) -> set[int]:
         """Addresses of the storages of all that was saved."""
@@ -63,7 +70,7 @@ class Recorder(SlotObserver):
 
     def clear(self) -> None:
         """Forget all."""
-        self.slots, self.others, self._packed, self._exempt = [], [], [], []
+        self.slots, self.others, self._packed, self._given, self._exempt = [], [], [], [], []
 
     @contextmanager
     def watching(self, module: torch.nn.Module) -> Iterator[None]:
@@ -84,16 +91,27 @@ class Recorder(SlotObserver):
         """The hook."""
         if type(tensor) is torch.Tensor and not te_adapter.is_marked_not_offload(tensor):
             self._packed.append(tensor.detach())
-        return without_graph(tensor)
+        given = _alone(tensor)
+        self._given.append(given)
+        return given
 
     def watch(self) -> Watch:
-        """See `SlotObserver.watch`."""
-        return Watch.TAKES
+        """See `SlotObserver.watch`. What passes the hook of a checkpoint inside the layer is not there in the backward."""
+        foreign = te_adapter.saved_tensor_hook_active() and not isinstance(
+            te_adapter.saved_tensor_hook_owner(), SlotObserver
+        )
+        return Watch.HOOKS if foreign else Watch.TAKES
 
     def slot_saved(self, op: torch.nn.Module, saved: SavedSlot, *, take: bool) -> SlotHandle | None:
         """See `SlotObserver.slot_saved`."""
         assert isinstance(op, SlotOwner)
+        if self.watch() is Watch.HOOKS:
+            nbytes = sum([buffer.nbytes for buffer in saved.buffers])
+            told = saved._replace(buffers=(), exempt=(), stays=Reason.FOREIGN_HOOK, nbytes=nbytes)
+            self.slots.append((op, told, None, []))
+            return None
         ready = self._border() if saved.buffers else None
+        saved = saved._replace(buffers=tuple(map(_alone, saved.buffers)), exempt=tuple(map(_alone, saved.exempt)))
         self.slots.append((op, saved, ready, [buffer._version for buffer in saved.buffers]))
         self._exempt.extend(saved.exempt)
         if not take or not saved.buffers:
@@ -102,14 +120,30 @@ class Recorder(SlotObserver):
 
     def _sort(self) -> None:
         known = [tensor for _, saved, *_ in self.slots for tensor in saved.buffers] + self._exempt
-        addresses = {tensor.data_ptr() for tensor in known if tensor.numel()}
+        ends: dict[int, int] = {}
+        for tensor in known:
+            if tensor.numel():
+                ends[tensor.data_ptr()] = max(_end(tensor), ends.get(tensor.data_ptr(), 0))
         seen = set()
         for tensor in self._packed:
             if tensor.layout is not torch.strided or not tensor.numel():
                 continue
             place = tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride()
-            if tensor.data_ptr() in addresses or place in seen:
+            if place in seen or _end(tensor) <= ends.get(tensor.data_ptr(), 0):
                 continue
             seen.add(place)
             self.others.append(tensor)
         self._packed, self._exempt = [], []
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address behind its last byte."""
+    if type(tensor) is not torch.Tensor:
+        return tensor.data_ptr() + tensor.nbytes
+    last = sum([(size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True)])
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its place in autograd's graph, and without the one that it is a view of."""
+    return tensor.detach() if type(tensor) is torch.Tensor and tensor._is_view() else without_graph(tensor)

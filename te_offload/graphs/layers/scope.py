@@ -8,8 +8,8 @@ replayed. Does not: know memory.
 from __future__ import annotations
 
 import collections
+import functools
 import gc
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +21,10 @@ from torch.utils import _pytree as pytree
 from te_offload.errors import CaptureError, InputMismatchError, RowOverflowError
 from te_offload.graphs.backend import CudaBackend
 from te_offload.graphs.collectives import check_process_groups
+from te_offload.graphs.layers.buffers import strides_of
 from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.pair import Flight, GraphPair
+from te_offload.graphs.reasons import without_frames
 from te_offload.graphs.residents import Residents
 from te_offload.graphs.signature import Kind, Signature
 from te_offload.graphs.states import CaptureState, change
@@ -59,9 +61,12 @@ class LayerScope:
         self._on_mismatch = on_mismatch
         self._state = CaptureState.WARMING_UP
         self._runs = 0
+        self._copied = 0  # of pairs that are gone
         self._pair: GraphPair | None = None
         self._signature: Signature | None = None
         self._flags: tuple[Any, ...] = ()
+        self._layouts: dict[int, tuple[int, ...]] = {}  # of gradients of the warm-up's outputs
+        self._modes: list[tuple[str, torch.nn.Module, bool]] = []
         self._residents = Residents([module], grads=False)
         self._had = module.__dict__.get("forward")
         self._function = module.forward
@@ -95,6 +100,8 @@ class LayerScope:
             if difference is not None:
                 if self._on_mismatch == "eager":
                     return self._eagerly(difference, args, kwargs)
+                if self._on_mismatch == "recapture" and self._pair is not None and self._pair.awaits_backward():
+                    return self._eagerly("a backward of other inputs is still to come", args, kwargs)
                 self._start_over(difference)
                 return self._warm_up(args, kwargs)
         else:
@@ -121,6 +128,11 @@ class LayerScope:
         """What its graphs have addresses for; see `GraphPair.bytes`."""
         return {} if self._pair is None else self._pair.bytes()
 
+    @property
+    def copied(self) -> int:
+        """Replayed backwards whose gradients came in with other strides than in the warm-up, and were copied."""
+        return self._copied + (0 if self._pair is None else self._pair.copied)
+
     def close(self) -> None:
         """The module's own forward again. The device must be idle. Idempotent."""
         if self._state is CaptureState.CLOSED:
@@ -138,7 +150,11 @@ class LayerScope:
         if torch.is_grad_enabled():
             self._runs += 1
         backend = CudaBackend(self._ground.device, None, self._ground.stream)
-        return backend.warm_up(lambda: self._function(*args, **kwargs))
+        found = backend.warm_up(lambda: self._function(*args, **kwargs))
+        for number, one in enumerate(pytree.tree_leaves(found)):
+            if isinstance(one, torch.Tensor) and one.requires_grad and not one.is_leaf:
+                one.register_hook(functools.partial(_note_layout, self._layouts, number))
+        return found
 
     def _eagerly(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.eager[why] += 1
@@ -149,9 +165,14 @@ class LayerScope:
         difference, _ = self._signature.difference(args, kwargs)
         if difference is not None:
             return difference
-        flags = _flags(self.module, leaves)
+        flags = _flags(leaves)
         if flags != self._flags:
-            return f"training, autocast and requires_grad were {self._flags} and are {flags}"
+            return f"autocast, and which inputs need gradients, were {self._flags} and are {flags}"
+        for title, part, trains in self._modes:
+            if part.training is not trains:
+                return f"{title or self.name}.training was {trains} and is {part.training}"
+        if self._on_mismatch == "recapture" and self._pair.has_lost_an_input():
+            return "an input was the output of a graph that is gone"
         return self._residents.moved()
 
     def _record(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> None:
@@ -164,7 +185,9 @@ class LayerScope:
             moving = [number for number, leaf in enumerate(signature.leaves) if leaf.kind is Kind.MOVES]
             structure = pytree.tree_structure((tuple(args), dict(kwargs)))
             for times in (1, 2):
-                pair = GraphPair(self._ground, self.name, self.module, self._function, structure, leaves, moving)
+                pair = GraphPair(
+                    self._ground, self.name, self.module, self._function, structure, leaves, moving, self._layouts
+                )
                 try:
                     pair.record(times)
                     break
@@ -186,7 +209,8 @@ class LayerScope:
             return
         self._ground.trim()
         self._signature = signature.placed(leaves)
-        self._flags = _flags(self.module, leaves)
+        self._flags = _flags(leaves)
+        self._modes = [(title, part, part.training) for title, part in self.module.named_modules()]
         self._residents.note()
         self._pair = pair
         self._state = change(self._state, CaptureState.CAPTURED)
@@ -207,6 +231,7 @@ class LayerScope:
         pair = self._pair
         if pair is not None:
             pair.close()
+            self._copied += pair.copied
             try:
                 self.look_at_rows()  # of the last replay
             except RowOverflowError as error:
@@ -237,9 +262,16 @@ class _Replay(torch.autograd.Function):
         return (None, None, *pair.backward(flight, pair.differentiable_outputs(grads)))
 
 
+def _note_layout(layouts: dict[int, tuple[int, ...]], number: int, grad: torch.Tensor) -> None:
+    if grad.layout is torch.strided and strides_of(grad) == strides_of(torch.empty_like(grad, device="meta")):
+        layouts[number] = grad.stride()  # there is no gap, and nothing twice
+    else:
+        layouts.pop(number, None)
+
+
 def _let_go(error: BaseException) -> None:
     """Of what the layer made until then: it lies in the graphs' memory."""
-    traceback.clear_frames(error.__traceback__)
+    without_frames(error)
     gc.collect()
 
 
@@ -267,6 +299,6 @@ def _why_eagerly() -> str | None:
     return None
 
 
-def _flags(module: torch.nn.Module, leaves: Sequence[Any]) -> tuple[Any, ...]:
+def _flags(leaves: Sequence[Any]) -> tuple[Any, ...]:
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return module.training, autocast, tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return autocast, tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor))
