@@ -140,7 +140,7 @@ class GraphPair:
             self._note(run, pool)
         finally:
             del inputs, grads
-        self._forward, self._backward = run.forward, run.backward
+        self._forward, self._backward, self._borders = run.forward, run.backward, run.recorder.borders
         self._leaves = []
         self._structure_out = run.structure
 

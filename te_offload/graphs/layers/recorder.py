@@ -45,12 +45,14 @@ class Recorder(SlotObserver):
     Attributes:
         slots: which op saved what, since when it is there, and the versions that its buffers had then.
         others: what passed the hook, and is of no slot and not exempt.
+        borders: all moments that were made: the graph writes to their events as long as it is replayed.
     """
 
     def __init__(self, border: Callable[[], Callable[[], Mark]]) -> None:
         self._border = border
         self.slots: list[tuple[SlotOwner, SavedSlot, Callable[[], Mark] | None, list[int]]] = []
         self.others: list[torch.Tensor] = []
+        self.borders: list[Callable[[], Mark]] = []
         self._packed: list[torch.Tensor] = []
         self._given: list[torch.Tensor] = []  # what autograd holds
         self._exempt: list[torch.Tensor] = []
@@ -69,7 +71,7 @@ class Recorder(SlotObserver):
         }
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all tensors."""
         self.slots, self.others, self._packed, self._given, self._exempt = [], [], [], [], []
 
     @contextmanager
@@ -111,6 +113,8 @@ class Recorder(SlotObserver):
             self.slots.append((op, told, None, []))
             return None
         ready = self._border() if saved.buffers else None
+        if ready is not None:
+            self.borders.append(ready)
         saved = saved._replace(buffers=tuple(map(_alone, saved.buffers)), exempt=tuple(map(_alone, saved.exempt)))
         self.slots.append((op, saved, ready, [buffer._version for buffer in saved.buffers]))
         self._exempt.extend(saved.exempt)

@@ -276,11 +276,12 @@ def _let_go(error: BaseException) -> None:
 
 
 def _explained(error: Exception) -> Exception:
-    if "legacy stream depend" not in str(error):
+    if not any(text in str(error) for text in ("legacy stream depend", "uncaptured work in another stream")):
         return error
     found = CaptureError(
-        "An autograd graph over these parameters is alive that was made on the default stream, which no capture may wait "
-        "for: of an earlier step, whose loss, say, is kept. Delete that, or call capture_layers before the first step."
+        "Its backward would wait for another stream, which no capture may. As a rule an autograd graph over these "
+        "parameters is alive that was made on the default stream: of an earlier step, whose loss, say, is kept. Delete "
+        "that, or call capture_layers before the first step."
     )
     found.__cause__ = error
     return found
