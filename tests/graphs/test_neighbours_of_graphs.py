@@ -23,7 +23,7 @@ class Neighbour(torch.nn.Module):
         self.freed = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        saved = torch.empty_like(x) if not self.address else at(self.address, x.shape, self._count)
+        saved = torch.empty_like(x) if not self.address else at(self.address, x.shape, gone=self._count)
         with torch.no_grad():
             saved.copy_(x)
         return saved * self.scale

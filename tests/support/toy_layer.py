@@ -31,14 +31,24 @@ _SEGMENT = 16 << 20
 STRIDE = 2 << 20  # of allocations, so that each has zones of its own
 
 
-def at(address: int, shape: Sequence[int], gone: Callable[[], object] | None = None) -> torch.Tensor:
-    """Floats at an address, which nobody owns. ``gone``: called when no tensor is over them any more."""
+def at(
+    address: int,
+    shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+    gone: Callable[[], object] | None = None,
+) -> torch.Tensor:
+    """Floats at an address, which nobody owns, without a gap. ``gone``: called when no tensor is over them any more."""
     count = torch.Size(shape).numel()
     kind: Any = type("Buffer", (ctypes.c_char * (4 * count),), {})  # a class of Python's, so that it can be watched
     buffer = kind.from_address(address)
     if gone is not None:
         weakref.finalize(buffer, gone)
-    return torch.frombuffer(buffer, dtype=torch.float32).view(tuple(shape))
+    flat = torch.frombuffer(buffer, dtype=torch.float32)
+    return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride))
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 class FakePool(SegmentPool):
@@ -61,7 +71,7 @@ class FakePool(SegmentPool):
         places = range(self.segments[0], self.segments[0] + _SEGMENT, STRIDE)
         address = next(place for place in places if place not in self._alive)  # what is dead serves again
         self._alive[address] = Extent(address, 4 * torch.Size(shape).numel())
-        return at(address, shape, functools.partial(self._alive.pop, address, None))
+        return at(address, shape, gone=functools.partial(self._alive.pop, address, None))
 
     def live(self) -> list[Extent]:
         return sorted(self._alive.values())
@@ -131,7 +141,7 @@ class _Clone(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, machine: Machine) -> torch.Tensor:
         found, before = machine.take(x.shape), machine.ran
-        source, target = (x.data_ptr(), x.shape), (found.data_ptr(), x.shape)
+        source, target = _place(x), _place(found)
 
         def run() -> None:
             before()
@@ -181,7 +191,7 @@ class _Toy(torch.autograd.Function):
             machine.short -= 1
             raise torch.OutOfMemoryError("injected: no such segment")
         run(x.detach(), inner, mask, scratch, found)
-        places = [(tensor.data_ptr(), tensor.shape) for tensor in (x, inner, mask, scratch, found)]
+        places = [_place(tensor) for tensor in (x, inner, mask, scratch, found)]
         machine.ran = lambda: run(*[at(*place) for place in places])
         ctx.machine = machine
         ctx.kind = kind
@@ -213,7 +223,7 @@ class _Toy(torch.autograd.Function):
 
         tensors = grad, x.detach(), inner, mask, scratch, of_x, of_weight
         run(*tensors)
-        places = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
+        places = [_place(tensor) for tensor in tensors]
         machine.ran = lambda: run(*[at(*place) for place in places])
         return inner if ctx.kind == "returns what it saved" else of_x, of_weight, None, None, None
 
