@@ -59,9 +59,8 @@ class Between:
             recorder: what saw it. live: allocations of the pool.
             outputs: storages; where nobody else holds them nobody will read. resident: why nothing may go.
         """
-        unread = {
-            storage.data_ptr() for storage in outputs if users_of(storage) <= 1
-        }  # a storage is one object of Python's
+        # However often a storage is among them, it is one object of Python's.
+        unread = {storage.data_ptr() for storage in outputs if users_of(storage) <= 1}
         extents = [extent for extent in live if extent.begin not in unread]
         places = Extents(extents)
         items = [tuple(_items(places, saved.buffers)) for _, saved, *_ in recorder.slots]
