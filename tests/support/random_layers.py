@@ -364,11 +364,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def random_session(draw: random.Random, layers: torch.nn.ModuleList) -> OffloadSession | None:
-    """A session for some layers, or none."""
+def random_session(draw: random.Random, layers: torch.nn.ModuleList, *, verify: bool = True) -> OffloadSession | None:
+    """A session for some layers, or none. ``verify``: it may, which a graph cannot."""
     if draw.random() < 0.25:
         return None
-    settings: dict[str, Any] = {"min_bytes": draw.choice([0, 0, 64, 5000]), "verify": draw.random() < 0.1}
+    settings: dict[str, Any] = {"min_bytes": draw.choice([0, 0, 64, 5000]), "verify": draw.random() < 0.1 and verify}
     if draw.random() < 0.4:
         settings["max_in_flight"] = draw.choice([0, 4096, 100_000])
     session = OffloadSession(layers, **settings)
