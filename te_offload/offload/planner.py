@@ -297,7 +297,7 @@ def _fit_host(
     if needed <= policy.host_limit:
         return going
     if policy.budget_per_layer is not None or policy.fraction is not None:
-        names = ", ".join(name for name, _ in order if (name, 0) in going)
+        names = ", ".join(dict.fromkeys(key[0] for key in order if key in going))
         what = "budget_per_layer" if policy.fraction is None else f"fraction={policy.fraction:g}"
         raise BudgetError(
             f"{what} sends {format_bytes(needed)} to the host, but host_limit is {format_bytes(policy.host_limit)}, "

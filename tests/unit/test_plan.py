@@ -224,6 +224,19 @@ def test_host_limit_and_budget_that_exclude_each_other_say_so() -> None:
         make_plan(policy(budget_per_layer=0, host_limit="100MiB"), record(), LINK, BOUNDS)
 
 
+def test_slots_that_the_host_has_no_room_for_are_named_whichever_forward_they_are_of() -> None:
+    one = record(layers=2)
+    later = dataclasses.replace(
+        one,
+        slots=tuple(dataclasses.replace(row, forward=3) for row in one.slots),
+        windows=tuple(dataclasses.replace(window, forward=3) for window in one.windows),
+    )
+    names = ", ".join(dict.fromkeys(row.name for row in one.slots))
+    for found in (one, later):
+        with pytest.raises(BudgetError, match=f"These would have to go: {names}[.]"):
+            make_plan(policy(fraction=1.0, host_limit="10MiB"), found, LINK, BOUNDS)
+
+
 def test_host_limit_below_every_slot_is_a_named_error() -> None:
     nothing = record(fc1_input=Reason.NO_ROOM, act_input=Reason.NO_ROOM, fc2_input=Reason.NO_ROOM)
     with pytest.raises(
