@@ -242,7 +242,7 @@ class GraphedModule:
         if holding is not None:
             if self._takes is not None:
                 self._takes.check(inputs)
-            why = self._cannot() or holding.why_eagerly(inputs)
+            why = self._cannot(inputs) or holding.why_eagerly(inputs)
             renews = False
             if why is None and self._lends is not None:
                 if self._lends.gradient_held():
@@ -332,13 +332,16 @@ class GraphedModule:
         capture.replace_outputs(change)
         return [changed.get(id(leaf), leaf) for leaf in leaves]
 
-    def _cannot(self) -> str | None:
+    def _cannot(self, inputs: Sequence[Any]) -> str | None:
         """Why its parts cannot be replayed, though they should."""
         captures = [one for one in self.captures if one is not None]
         if any(one.state is CaptureState.EAGER for one in captures):
             return "a part could not be captured"
-        if self._takes is not None and not self._takes.has_lent and any(one.is_warm for one in captures):
-            return "its forward is not a graph yet"
+        if self._takes is not None and any(one.is_warm for one in captures):
+            if not self._takes.has_lent:
+                return "its forward is not a graph yet"
+            if self._takes.waits_for_others(inputs):
+                return "its forward was not replayed"
         return None
 
     def report(self) -> str:

@@ -61,6 +61,12 @@ class Handover:
         """Whether there is something for a capture of the backward to take."""
         return self._lent is not None
 
+    def waits_for_others(self, inputs: Sequence[Any]) -> bool:
+        """Whether something was lent to a capture of the backward, and not with these inputs: their forward was another."""
+        return bool(self._owners) and not any(
+            type(one) is torch.Tensor and one.untyped_storage().data_ptr() in self._owners for one in inputs
+        )
+
     def lend(self, outputs: Sequence[Any], saved: Collection[int], others: Collection[int]) -> list[Any]:
         """The outputs, of which those that are saved own their memory no more.
 

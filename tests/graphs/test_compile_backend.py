@@ -116,6 +116,25 @@ def test_second_forward_before_the_backward_is_not_replayed(backend: CudagraphBa
     assert eager_calls(backend)[0] == {"a backward is still to come": 2}
 
 
+def test_backward_is_captured_over_what_its_own_forward_lent(backend: CudagraphBackend) -> None:
+    """Not over what a forward has saved that ran eagerly, while the lent memory still waits for its own backward."""
+    eager, net = Net(), Net()
+    compiled = torch.compile(net, backend=backend)
+    batches = data(9)
+    for x in batches[:3]:
+        compiled(x).square().sum().backward()
+    for first, second in zip(batches[3::2], batches[4::2], strict=True):  # the first one's forward is a graph by now
+        for one, call in ((eager, eager), (net, compiled)):
+            one.zero_grad()
+            losses = [call(x).square().sum() for x in (first, second)]
+            for loss in reversed(losses):
+                loss.backward()
+        assert same(eager, net, grads=True)
+    assert eager_calls(backend)[1]["its forward was not replayed"] == 1
+    backward = backend.backwards[0]
+    assert backward is not None and backward.captures[0] is not None and backward.captures[0].captures == 1
+
+
 def test_outputs_and_gradients_that_are_held_do_not_change(backend: CudagraphBackend) -> None:
     net = Net()
     compiled = torch.compile(net, backend=backend)
