@@ -12,6 +12,7 @@ import torch
 
 from te_offload.graphs import capture, capture_layers
 from tests.session.test_random_programs import quick_collections
+from tests.support.random_compiled import run_compiled
 from tests.support.random_layers import Twin, random_session
 
 __all__ = ["quick_collections"]
@@ -19,7 +20,7 @@ __all__ = ["quick_collections"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
-    pytest.mark.filterwarnings("ignore:In Capture"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # of Dynamo's
 ]
 
 
@@ -145,6 +146,16 @@ def test_random_layers_as_graphs_have_the_bits_of_eager_steps(part: int) -> None
             replays += run_layers(seed)
         except BaseException as error:
             raise AssertionError(f"random layers {seed}") from error
+    assert replays > 50
+
+
+def test_random_layers_through_torch_compile_have_the_bits_of_aot_eager() -> None:
+    replays = 0
+    for seed in range(40_000, 40_012):
+        try:
+            replays += run_compiled(seed, _device())
+        except BaseException as error:
+            raise AssertionError(f"random compiled layers {seed}") from error
     assert replays > 50
 
 

@@ -126,7 +126,7 @@ class Layer(torch.nn.Module):
             x = x[others["order"]]
         if "list" in others:
             x = x + others["list"][0] * others["list"][1]
-        x = self._block(x, random.Random(self.seed), 0, self.count)
+        x = self._block(x, self._draw(), 0, self.count)
         if self.writes:
             with torch.no_grad():
                 self.buffer.add_(0.01)
@@ -144,6 +144,9 @@ class Layer(torch.nn.Module):
             "count": lambda: (x, (x > 0).sum()),
         }
         return results[self.style]()
+
+    def _draw(self) -> random.Random:
+        return random.Random(self.seed)
 
     def _block(self, x: torch.Tensor, draw: random.Random, depth: int, count: int) -> torch.Tensor:
         for _ in range(count):
@@ -185,20 +188,67 @@ class Layer(torch.nn.Module):
         return x
 
 
+class PlainLayer(Layer):
+    """A layer of plain ops alone, which torch.compile traces as a whole."""
+
+    def __init__(self, draw: random.Random, device: torch.device) -> None:
+        super().__init__(draw, device)
+        ways = random.Random(self.seed)
+        self.ways = tuple(ways.randrange(15) for _ in range(self.count))
+        self.writes = ways.random() < 0.1
+
+    def _draw(self) -> Any:
+        """Nothing: torch.compile would draw other numbers."""
+
+    def _block(self, x: torch.Tensor, draw: Any, depth: int, count: int) -> torch.Tensor:
+        for way in self.ways:
+            if way == 0:
+                x = F.linear(x, self.weight, self.bias)
+            elif way == 1:
+                x = torch.tanh(x)
+            elif way == 2:
+                x = F.silu(x) + x
+            elif way == 3:
+                x = F.layer_norm(x, (WIDTH,))
+            elif way == 4:
+                x = x * self.buffer
+            elif way == 5:
+                x = torch.cat(x.chunk(2, 1)[::-1], 1)
+            elif way == 6:
+                x = F.relu(x * 1.01, inplace=True)
+            elif way == 7:
+                x = (x.t().contiguous() * 1.1).t()
+            elif way == 8:
+                x = x + torch.softmax(x, 1)
+            elif way == 9:
+                x = x.bfloat16().float() * self.bias
+            elif way == 10:
+                x = torch.where(x > 0, x, x * 2)
+            elif way == 11:
+                x = x.sort(1).values
+            elif way == 12:
+                x = x + x.cumsum(0) * 0.1
+            elif way == 13:
+                x = x.reshape(-1, 2, WIDTH // 2).flip(1).reshape(-1, WIDTH)
+            else:
+                x = x + F.linear(x.exp().clamp(max=3), self.weight).mean(0)
+        return x
+
+
 class Twin:
     """Some layers, and steps of theirs.
 
     Args:
-        seed: of all that is random. device: where.
+        seed: of all that is random. device: where. kind: of the layers.
 
     Attributes:
         calm: most steps are alike. observed: numbers that steps have seen, with names. held: tensors that outlive steps.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device, kind: type[Layer] = Layer) -> None:
         draw = random.Random(seed)
         self.seed, self.device = seed, device
-        self.layers = torch.nn.ModuleList(Layer(draw, device) for _ in range(draw.randint(1, 4)))
+        self.layers = torch.nn.ModuleList(kind(draw, device) for _ in range(draw.randint(1, 4)))
         self.calm, self.chains = draw.random() < 0.65, draw.random() < 0.5
         self.rows = 16 if draw.random() < 0.9 else 4096
         self.rows_vary, self.asks_grads = draw.random() < 0.15, draw.random() < 0.4
