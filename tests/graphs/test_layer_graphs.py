@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from te_offload.errors import (
     InputMismatchError,
 )
 from te_offload.graphs import CaptureState, LayerGraphs, capture_layers
-from te_offload.graphs.layers.pool import segment_lengths
+from te_offload.graphs.layers.pool import segment_lengths, snapshot
 from te_offload.offload import allocator
 from tests.support import toy_layer
 from tests.support.toy_layer import FakeGround, FakePool, Machine, Toy, install
@@ -381,12 +382,31 @@ def test_segments_of_a_rehearsal_are_those_that_a_graph_will_ask_for(monkeypatch
     """Small allocations come from segments of 2 MiB, but in expandable segments from one of any length."""
 
     def lengths(*segments: tuple[str, int]) -> list[int]:
-        snapshot = [{"segment_type": kind, "total_size": mib << 20} for kind, mib in segments]
-        monkeypatch.setattr("torch.cuda.memory_snapshot", lambda handle: snapshot if handle == (0, 7) else None)
+        segments_now = [{"segment_type": kind, "total_size": mib << 20} for kind, mib in segments]
+        monkeypatch.setattr("torch.cuda.memory_snapshot", lambda handle: segments_now if handle == (0, 7) else None)
         return [length >> 20 for length in segment_lengths((0, 7))]
 
     assert lengths(("small", 2), ("large", 20), ("small", 2)) == [2, 20, 2]
     assert lengths(("small", 6), ("large", 40)) == [2, 2, 2, 2, 2, 2, 40]
+
+
+def test_numbers_of_a_pools_handle_survive_any_number_of_looks_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The own call of torch 2.11 takes a reference of each with it."""
+    real = torch._C._cuda_memorySnapshot
+
+    def call(handle: Any) -> Any:
+        try:
+            return real(handle)
+        except RuntimeError:  # there is no GPU, which it finds after it has read the handle
+            return {"segments": []}
+
+    monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", call)
+    numbers = [int("1000000"), int("1000001")]
+    before = [sys.getrefcount(number) for number in numbers]
+    handle = numbers[0], numbers[1]
+    for _ in range(20):
+        snapshot(handle)
+    assert [sys.getrefcount(number) for number in numbers] == [count + 1 for count in before]
 
 
 def test_close_gives_forward_and_memory_back_but_not_under_a_living_tensor(machine: Machine) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ class SegmentPool:
         """What is allocated in it now."""
         return [
             Extent(block["address"], block["size"])
-            for segment in torch.cuda.memory_snapshot(self.handle)
+            for segment in snapshot(self.handle)
             for block in segment["blocks"]
             if block["state"] != "inactive"
         ]
@@ -104,13 +105,28 @@ def segment_lengths(handle: Any) -> list[int]:
     of 2 MiB, each of which holds more than 1 MiB of it before another one is needed.
     """
     lengths: list[int] = []
-    for segment in torch.cuda.memory_snapshot(handle):
+    for segment in snapshot(handle):
         length = segment["total_size"]
         if segment["segment_type"] == "small" and length > _SMALL_SEGMENT:
             lengths += [_SMALL_SEGMENT] * -(-length // _SMALL)
         else:
             lengths.append(length)
     return lengths
+
+
+def snapshot(handle: Any) -> list[Any]:
+    """The segments of a pool of torch's.
+
+    torch 2.11's call gives up references to the numbers of the handle that are not its own: those beyond 256, which Python
+    counts, are freed after some calls, and the next one ends the process. They get back what they have lost.
+    """
+    numbers = tuple(handle)
+    before = [sys.getrefcount(numbers[place]) for place in range(len(numbers))]
+    found: list[Any] = torch.cuda.memory_snapshot(handle)
+    for place, count in enumerate(before):
+        for _ in range(count - sys.getrefcount(numbers[place])):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers[place]))
+    return found
 
 
 class _Provider:
