@@ -325,7 +325,7 @@ class Twin:
         if layer.takes == "other" and draw.random() < 0.5:
             others["other"] = x.view_as(x)
         x, others = x.view_as(x), others if layer.takes != "x" else {}
-        if checkpoints:
+        if checkpoints and not layer.writes:  # how often a write is done again depends on where the second run stops
             others = pytree.tree_map(torch.Tensor.detach, others)
             reentrant = draw.random() < 0.5 and layer.style != "buffer" and not self.asks_grads
             found = checkpoint(lambda x: layer(x, **others), x, use_reentrant=reentrant)
