@@ -22,6 +22,7 @@ from te_offload.errors import CaptureError, UnsupportedError, UnsupportedRelease
 from te_offload.fused import Window, blackwell, hopper
 from te_offload.graphs.collectives import conflict
 from te_offload.graphs.layers.virtual import CudaVirtualMemory
+from te_offload.offload import cuda_queue
 from te_offload.offload.allocator import check_captures
 from te_offload.ops import te_adapter
 from te_offload.report.as_json import SCHEMA
@@ -50,7 +51,13 @@ def findings() -> Iterator[Finding]:
     yield Finding("ops and sessions on the CPU", True, "torch arithmetic, any floating dtype, no quantization")
     if not torch.cuda.is_available():
         yield Finding("GPU", False, "torch sees no CUDA device")
-        for what in ("unfused grouped path", "FP8 current scaling", "pinned memory", "memory back under CUDA graphs"):
+        for what in (
+            "unfused grouped path",
+            "FP8 current scaling",
+            "compiled copies",
+            "pinned memory",
+            "memory back under CUDA graphs",
+        ):
             yield Finding(what, False, "needs a GPU")
     else:
         yield from _gpu_findings()
@@ -87,6 +94,9 @@ def _gpu_findings() -> Iterator[Finding]:
         no = f"{cublas}, compute capability {major}.{minor}: the split path runs, a GEMM an expert, not capturable"
         yield Finding(what, taken, cublas if taken else no)
     yield _allocator_finding()
+    built = cuda_queue.build()
+    detail = f"torch's calls and ctypes' queue copies, at more of the host's time: {built.reason}"
+    yield Finding("compiled copies", built.module is not None, detail if built.module is None else "built by Triton")
     yield Finding("pinned memory", torch.empty(1, pin_memory=True).is_pinned(), "page-locked host memory for copies")
     what = "memory back under CUDA graphs"
     try:

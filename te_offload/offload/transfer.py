@@ -4,7 +4,9 @@ In: pieces (source address, target address, bytes). Out: `Copy` values, whose `M
 Keeps true: a copy starts after every mark that it is told to come after; the host never blocks, except in `Mark.wait`.
 Does not: own memory, or decide.
 
-A GPU has one stream each way. On the CPU the same calls copy at once.
+A GPU has one stream each way. What a copy asks of CUDA goes through compiled code (cuda_queue.py) where there is some, else
+through torch and ctypes, which take the host longer; while a CUDA graph is captured through these too. On the CPU the same
+calls copy at once.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from te_offload.offload.cuda_copies import Copier
+from te_offload.offload.cuda_queue import new_queue
 from te_offload.offload.streams import new_stream
 
 Piece = tuple[int, int, int]  # source address, target address, bytes
+_OUT, _BACK = 0, 1  # ways of a queue
 
 
 class Mark(Protocol):
@@ -127,7 +131,7 @@ class CpuTransfer:
         return 1e3 * (second.seconds - first.seconds)
 
 
-class _CudaMark:
+class _TorchMark:
     """An event, which goes back to its transfer for later use when nobody asks for the mark any more."""
 
     __slots__ = ("_pool", "event")
@@ -198,10 +202,10 @@ class CudaTransfer:
     """Between a GPU and page-locked host memory, on one stream each way.
 
     Args:
-        device: the GPU. stream: for both ways instead.
+        device: the GPU. stream: for both ways instead. compiled: whether compiled code is used, where there is some.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None, *, compiled: bool = True) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._out = _Way(stream or new_stream(self._index))
         self._back = _Way(stream or new_stream(self._index))
@@ -213,17 +217,24 @@ class CudaTransfer:
         self._events: dict[bool, list[torch.cuda.Event]] = {True: [], False: []}
         self._compute_streams: dict[int, torch.cuda.Stream] = {}
         self._capturing = False
+        self._compiled = new_queue(self._index, (self._out.handle, self._back.handle), Copy) if compiled else None
+        self._queue = self._compiled  # none while a graph is captured
 
     def capture(self, *, on: bool) -> None:
         """See `Transfer.capture`."""
         self._capturing = on
         self._copier.one_by_one = on  # a graph takes no batches
         self._out.first = self._back.first = None
+        if self._compiled is not None:
+            self._queue = None if on else self._compiled
+            self._compiled.forget()
         if on:
             self.timed = False
 
     def mark(self) -> Mark:
         """See `Transfer.mark`."""
+        if self._queue is not None:
+            return self._queue.mark(self.timed)
         return self._record(self._compute())
 
     def border(self) -> Callable[[], Mark]:
@@ -234,32 +245,37 @@ class CudaTransfer:
 
     def copy_out(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         """See `Transfer.copy_out`."""
+        if self._queue is not None:
+            return self._queue.copy(_OUT, pieces, after, self.timed)  # type: ignore[no-any-return]
         return self._copy(self._out, pieces, after)
 
     def copy_back(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         """See `Transfer.copy_back`."""
+        if self._queue is not None:
+            return self._queue.copy(_BACK, pieces, after, self.timed)  # type: ignore[no-any-return]
         return self._copy(self._back, pieces, after)
 
     def block_compute(self, mark: Mark) -> None:
         """See `Transfer.block_compute`."""
+        if self._queue is not None:
+            self._queue.block_compute(mark)
+            return
         self._wait_event(mark.event, self._compute())  # type: ignore[attr-defined]
 
     def milliseconds(self, first: Mark, second: Mark) -> float:
         """See `Transfer.milliseconds`."""
-        assert isinstance(first, _CudaMark) and isinstance(second, _CudaMark)
-        return float(first.event.elapsed_time(second.event))
+        if isinstance(first, _TorchMark):
+            return float(first.event.elapsed_time(second.event))  # type: ignore[attr-defined]
+        return first.milliseconds_to(second)  # type: ignore[attr-defined,no-any-return]
 
     def _copy(self, way: _Way, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         stream = way.stream
-        waits = after
-        if after[0] is way.first:  # the stream waits for it already
-            waits = after[1:]
-        else:
-            if self._capturing:
-                self._continue_compute()
-            way.first = after[0]
-        for mark in waits:
+        known = after[0] is way.first  # the stream waits for it already
+        if self._capturing and not known:
+            self._continue_compute()
+        for mark in after[1:] if known else after:
             self._wait_event(mark.event, stream)  # type: ignore[attr-defined]
+        way.first = after[0]
         began = self._record(stream) if self.timed else None  # not what it comes after: the host may be late
         self._copier.start(pieces, way.handle)
         return Copy(began, self._record(stream))
@@ -279,7 +295,7 @@ class CudaTransfer:
         events = self._events[self.timed]
         event = events.pop() if events else torch.cuda.Event(enable_timing=self.timed)
         self._record_event(event, stream)
-        return _CudaMark(event, events)
+        return _TorchMark(event, events)
 
     def _compute(self) -> torch.cuda.Stream:
         """Torch's current stream; `torch.cuda.current_stream` costs ten times as much."""

@@ -37,4 +37,4 @@ def test_doctor_names_the_card() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
     findings = {row["what"]: row for row in json.loads(result.output)["findings"]}
     assert findings["GPU"]["ok"] and "compute capability" in findings["GPU"]["detail"]
-    assert findings["pinned memory"]["ok"]
+    assert findings["pinned memory"]["ok"] and findings["compiled copies"]["ok"]

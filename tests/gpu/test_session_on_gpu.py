@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformer_engine.pytorch import cpu_offload as te_cpu_offload
 
 from te_offload import Fate, OffloadSession, Outcome, Reason, SlotName, StepRecord, ops
+from te_offload.offload import cuda_queue
 from te_offload.offload.transfer import CudaTransfer
 from tests.gpu.paths import EXPERTS, FFN, FORMATS, HIDDEN, PATHS, SPLITS, autocast, choose_path, slot_bytes, step
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp
@@ -73,6 +74,29 @@ def test_offloading_changes_no_bit_and_moves_the_bytes_computed_by_hand(
     assert is_about(record.bytes_out, 3 * sum(by_hand.values()), sum(row.tensors for row in record.slots))
     assert came_back_or_never_left(record)
     assert session.host_bytes == 0
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch's calls"])
+def test_copies_are_queued_by_compiled_code_or_without_a_compiler_by_torch(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """The bits and the bytes are the same."""
+    assert cuda_queue.build().module is not None, cuda_queue.build().reason
+    if not compiled:
+        monkeypatch.setattr(cuda_queue, "build", lambda: cuda_queue.Built(None, "no compiler"))
+    expected = step(Stack(3), SPLITS["even"], False)
+    model = Stack(3)
+    with OffloadSession(model.layers, min_bytes=0, max_in_flight=0, verify=True) as session:
+        for _ in range(3):
+            with session.step():
+                found = step(model, SPLITS["even"], False)
+            assert_same_bits(expected, found)
+        assert session._engine is not None
+        mark = session._engine.mover.transfer.mark()
+    assert hasattr(mark, "event") is not compiled
+    record = session.records[-1]
+    assert came_back_or_never_left(record)
+    assert all(row.out_ms is not None and row.out_ms > 0 for row in record.slots if row.bytes_out)
 
 
 @PATHS
