@@ -13,13 +13,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from te_offload.errors import StateError
-from te_offload.offload.extents import ALIGNMENT
+from te_offload.offload.extents import aligned
 from te_offload.offload.transfer import Mark
-
-
-def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to a multiple of 512."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Block(NamedTuple):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_offload.offload.extents import ALIGNMENT, Run, Scattered, Strip
+from te_offload.offload.extents import ALIGNMENT, Run, Scattered, Strip, aligned
 from te_offload.offload.states import ON_HOST, SAVED, SlotState, change
 from te_offload.slots import SlotName, slot_title
 
@@ -165,7 +166,16 @@ class Cargo:
             lot.nbytes = lead + self.copied
             self.lots, self.places = [lot], [(lot, lead)]
             return
-        self.copied = sum([run.nbytes for run in self.runs])
+        addresses, lengths = zip(*self.runs, strict=True)
+        self.copied = sum(lengths)
+        if max(lengths) < OWN_LOT and not any(
+            map(ALIGNMENT.__rmod__, addresses)
+        ):  # many small ones, as most are on a GPU
+            lot = Lot()
+            begins = list(accumulate(map(aligned, lengths[:-1]), initial=0))
+            lot.nbytes = begins[-1] + lengths[-1]
+            self.lots, self.places = [lot], list(zip(repeat(lot), begins))
+            return
         shared: Lot | None = None
         for address, nbytes in self.runs:
             if nbytes >= OWN_LOT:
@@ -176,7 +186,7 @@ class Cargo:
                 self.lots.append(lot)
             else:
                 lot = shared
-            begin = -(-lot.nbytes // ALIGNMENT) * ALIGNMENT + address % ALIGNMENT
+            begin = aligned(lot.nbytes) + address % ALIGNMENT
             lot.nbytes = begin + nbytes
             self.places.append((lot, begin))
 
@@ -226,9 +236,12 @@ class Cargo:
         for lot in self.lots:
             assert lot.memory is not None
             bases[lot] = lot.memory.data_ptr()
-        places = zip(self.runs, self.places, strict=True)
-        targets = [(bases[lot] + begin, nbytes) for (_, nbytes), (lot, begin) in places]
-        return [(host, device, nbytes) for device, host, nbytes in cut(targets, self.lease.pieces)]
+        targets = [bases[lot] + begin for lot, begin in self.places]
+        lengths = [nbytes for _, nbytes in self.runs]
+        if len(self.lease.pieces) == 1:
+            return list(zip(accumulate(lengths[:-1], initial=self.lease.pieces[0][0]), targets, lengths, strict=True))
+        ranges = list(zip(targets, lengths, strict=True))
+        return [(host, device, nbytes) for device, host, nbytes in cut(ranges, self.lease.pieces)]
 
 
 def cut(ranges: Sequence[tuple[int, int]], others: tuple[tuple[int, int], ...]) -> list[Piece]:
@@ -236,11 +249,8 @@ def cut(ranges: Sequence[tuple[int, int]], others: tuple[tuple[int, int], ...]) 
     if len(others) == 1:
         if len(ranges) == 1:
             return [(ranges[0][0], others[0][0], ranges[0][1])]
-        address, pieces = others[0][0], []
-        for begin, nbytes in ranges:
-            pieces.append((begin, address, nbytes))
-            address += nbytes
-        return pieces
+        begins, lengths = zip(*ranges, strict=True)
+        return list(zip(begins, accumulate(lengths[:-1], initial=others[0][0]), lengths, strict=True))
     pieces = []
     rest = iter(others)
     address, room = next(rest)

@@ -24,6 +24,11 @@ _split = torch.unsafe_split_with_sizes  # without autograd's record of views, wh
 _IDENTITY, _SHAPE, _DTYPE, _NBYTES = map(attrgetter, ("_cdata", "shape", "dtype", "nbytes"))
 
 
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to a multiple of 512."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 class Strip(NamedTuple):
     """The bytes of one tensor, or of several of one dtype, each dense: one behind the other, or of one size at one pitch
     with less than 512 bytes between them.

@@ -16,9 +16,9 @@ import torch
 
 from te_offload.errors import StateError
 from te_offload.offload import numa
-from te_offload.offload.arena import Arena, Block, aligned
+from te_offload.offload.arena import Arena, Block
 from te_offload.offload.cuda_runtime import handled
-from te_offload.offload.extents import ALIGNMENT
+from te_offload.offload.extents import ALIGNMENT, aligned
 from te_offload.offload.transfer import Mark
 from te_offload.units import format_bytes
 

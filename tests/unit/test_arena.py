@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from te_offload.errors import StateError
 from te_offload.offload import host_pool
-from te_offload.offload.arena import Arena, Block, aligned
+from te_offload.offload.arena import Arena, Block
+from te_offload.offload.extents import aligned
 from te_offload.offload.host_pool import HostPool, Lease
 
 
