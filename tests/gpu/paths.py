@@ -1,4 +1,4 @@
-"""The two unfused paths of GroupedLinear on a GPU, and how to ask for each."""
+"""The two unfused paths of GroupedLinear on a GPU, how to ask for each, and the model that tests run on them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import transformer_engine.pytorch as te
 import transformer_engine.pytorch.ops.basic.grouped_linear as te_grouped_linear
 from transformer_engine.common.recipe import Float8CurrentScaling
 
+from te_offload import Outcome, StepRecord
 from te_offload.ops import te_adapter
-from tests.support.mlp import run
+from tests.support.mlp import make_mlp, run
 
 PATHS = pytest.mark.parametrize("path", ["split", "grouped"])
 FORMATS = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8-current"])
@@ -63,3 +64,28 @@ def slot_bytes(tokens: int, fp8: bool, hidden: int = HIDDEN, ffn: int = FFN) -> 
         "act_input": tokens * ffn * 2,
         "fc2_input": tokens * ffn * width,
     }
+
+
+def mlp(**arguments: Any) -> te.ops.Sequential:
+    torch.manual_seed(0)
+    size = {"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN} | arguments
+    return make_mlp(device="cuda", dtype=torch.bfloat16, **size)
+
+
+def came_back_or_never_left(record: StepRecord) -> bool:
+    """Whether every byte that went was copied back, or read before its memory had been given up; and some was copied."""
+    never_left = sum(row.bytes_out for row in record.slots if row.outcome is Outcome.RECALLED)
+    return record.bytes_back > 0 and record.bytes_back + never_left == record.bytes_out
+
+
+class Stack(torch.nn.Module):
+    """Grouped MLPs, one behind the other."""
+
+    def __init__(self, layers: int, **arguments: Any) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(mlp(**arguments) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, *rest)
+        return x
