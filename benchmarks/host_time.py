@@ -71,7 +71,8 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        saved = ctx.saved_tensors if ctx.handle is None else ctx.handle.take()
+        handle, ctx.handle = ctx.handle, None  # an op's goes with the call, and what it held with it
+        saved = ctx.saved_tensors if handle is None else handle.take()
         assert len(saved)
         return grad, None, None
 

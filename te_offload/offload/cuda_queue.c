@@ -75,6 +75,19 @@ static PyObject *refused(Stock *stock, int error, size_t copies, size_t nbytes) 
     return NULL;
 }
 
+/* Make the stock's GPU the current one: events are made for that, and the default stream's handle means that one's.
+`before`: what `leave` makes current again. */
+static int enter(const Stock *stock, int *before) {
+    *before = stock->device;
+    int error = stock->runtime.get_device(before);
+    return !error && *before != stock->device ? stock->runtime.set_device(stock->device) : error;
+}
+
+static void leave(const Stock *stock, int before) {
+    if (before != stock->device)
+        stock->runtime.set_device(before);
+}
+
 /* Mark ---------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -246,14 +259,10 @@ static Mark *new_mark(Queue *queue, int timed) {
         mark->event = stock->spare[timed].events[--stock->spare[timed].count];
         return mark;
     }
-    int before = stock->device;
-    int error = stock->runtime.get_device(&before);
-    if (!error && before != stock->device)
-        error = stock->runtime.set_device(stock->device);
+    int before, error = enter(stock, &before);
     if (!error)
         error = stock->runtime.event_create(&mark->event, timed ? 0 : NO_TIMING);
-    if (before != stock->device)
-        stock->runtime.set_device(before);
+    leave(stock, before);
     if (error) {
         mark->event = NULL;
         refused(stock, error, 0, 0);
@@ -289,12 +298,15 @@ static int compute_stream(Queue *queue, Stream *stream) {
 static PyObject *queue_mark(PyObject *object, PyObject *timed) {
     Queue *queue = (Queue *)object;
     Stream stream;
-    int error;
+    int before, error;
     Mark *mark = compute_stream(queue, &stream) ? new_mark(queue, timed == Py_True) : NULL;
     if (!mark)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    error = queue->stock->runtime.event_record(mark->event, stream);
+    error = enter(queue->stock, &before);
+    if (!error)
+        error = queue->stock->runtime.event_record(mark->event, stream);
+    leave(queue->stock, before);
     Py_END_ALLOW_THREADS
     if (error) {
         refused(queue->stock, error, 0, 0);
@@ -306,12 +318,15 @@ static PyObject *queue_mark(PyObject *object, PyObject *timed) {
 static PyObject *queue_block_compute(PyObject *object, PyObject *mark) {
     Queue *queue = (Queue *)object;
     Stream stream;
-    int error;
+    int before, error;
     Event event = event_of(queue, mark);
     if (!event || !compute_stream(queue, &stream))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    error = queue->stock->runtime.stream_wait(stream, event, 0);
+    error = enter(queue->stock, &before);
+    if (!error)
+        error = queue->stock->runtime.stream_wait(stream, event, 0);
+    leave(queue->stock, before);
     Py_END_ALLOW_THREADS
     if (error)
         return refused(queue->stock, error, 0, 0);
@@ -328,10 +343,7 @@ static PyObject *queue_forget(PyObject *object, PyObject *Py_UNUSED(ignored)) {
 static int start(Stock *stock, Stream stream, Event *waits, size_t waits_count, Event began, Event ended, void **sources,
                  void **targets, size_t *lengths, size_t count) {
     const Runtime *runtime = &stock->runtime;
-    int before = stock->device;
-    int error = runtime->get_device(&before);
-    if (!error && before != stock->device)
-        error = runtime->set_device(stock->device);
+    int before, error = enter(stock, &before);
     for (size_t i = 0; i < waits_count && !error; i++)
         error = runtime->stream_wait(stream, waits[i], 0);
     if (!error && began)
@@ -346,8 +358,7 @@ static int start(Stock *stock, Stream stream, Event *waits, size_t waits_count, 
     }
     if (!error)
         error = runtime->event_record(ended, stream);
-    if (before != stock->device)
-        runtime->set_device(before);
+    leave(stock, before);
     return error;
 }
 

@@ -155,9 +155,10 @@ class _TorchMark:
 class _CapturedMark:
     """A moment in a graph. When a replay passes it, nobody knows."""
 
-    __slots__ = ("event",)
+    __slots__ = ("_device", "event")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
         self.event = torch.cuda.Event()
         self.event.record(stream)
 
@@ -167,7 +168,7 @@ class _CapturedMark:
 
     def wait(self) -> None:
         """Wait for all replays so far."""
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
 
 
 class _ReplayedMark:

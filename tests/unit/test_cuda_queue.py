@@ -11,7 +11,7 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -47,7 +47,10 @@ class Runtime:
         fails: the error of a function, by its name. lock_was_free: whether another thread could run Python during a copy.
     """
 
+    all: ClassVar[list[Runtime]] = []  # marks in a failed test's traceback call it after the test
+
     def __init__(self) -> None:
+        self.all.append(self)
         self.calls: list[tuple[Any, ...]] = []
         self.device = GPU
         self.fails: dict[str, int] = {}
@@ -296,6 +299,32 @@ def test_other_gpu_is_current_again_afterwards(runtime: Runtime, queue: cuda_que
     with pytest.raises(CopyError):
         queue.copy(0, [(1, 2, 64)], (queue.mark(False),), False)
     assert runtime.device == 0
+
+
+@pytest.mark.parametrize("what", ["mark", "block_compute"])
+def test_default_stream_is_that_of_the_queues_gpu(
+    runtime: Runtime, queue: cuda_queue.Queue, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Its handle is 0 on every GPU, and means the current one's: a model may be on another."""
+    mark = queue.mark(False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0 if device == GPU else None)
+    asked: list[tuple[Any, ...]] = []
+    for name in ("_cudaEventRecord", "_cudaStreamWaitEvent"):
+        monkeypatch.setattr(runtime, name, lambda *args: asked.append((*args, runtime.device)), raising=False)
+    made = cuda_queue.new_queue(GPU, (OUT, BACK), Copy)
+    assert made is not None
+    runtime.device = 0
+    if what == "mark":
+        assert made.mark(False) is not None
+        assert asked == [("cudaEventRecord", 102, None, GPU)]
+    else:
+        made.block_compute(mark)
+        assert asked == [("cudaStreamWaitEvent", None, 101, 0, GPU)]
+    assert runtime.device == 0
+    runtime.fails["cudaSetDevice"] = 1
+    with pytest.raises(CopyError, match="invalid argument"):
+        made.mark(False) if what == "mark" else made.block_compute(mark)
+    assert len(asked) == 1
 
 
 def test_other_threads_run_while_the_runtime_is_called(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
