@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_offload.offload.extents import storage_key
+from te_offload.offload.extents import Spot, covered_by, storage_key, storage_keys
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.load import Load, as_one
 from te_offload.offload.saved import Saved, SlotEntry, devices_of_plain, is_plain
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _GOES, _NONE, _MARKED = Fate.OFFLOADED, Reason.NONE, Reason.MARKED
 _FEW = 8 << 20  # bytes
+_PLAIN = frozenset((torch.nn.Parameter, torch.Tensor))
 _OF_SOME = frozenset((Reason.NOT_PLAIN, Reason.OTHER_DEVICE))  # reasons that one tensor of several can give
 
 
@@ -78,7 +79,7 @@ def decide(
     if not going:
         return [], [load for load in loads if load.handles]
     for load in going:
-        if not load.contiguous:
+        if not load.contiguous and load.spots is None:
             load.measure(device)
     named = False not in [load.entry.once for load in going]
     owned = frozenset() if named else owned_by_layer()
@@ -86,11 +87,9 @@ def decide(
         if _share_memory(loads, owned, staying):
             _keep_shared_memory(loads, owned, staying)
             going = _divide([load for load in loads if load.entry.fate is _GOES], device)
-        else:
-            most = min(rules.most_together, max(in_flight, _FEW))
-            going = _together(going, rules.together, most, device)
-            for load in going:
-                load.make_cargo(device)
+        going = _together(going, rules.together, min(rules.most_together, max(in_flight, _FEW)), device)
+        for load in going:
+            load.make_cargo(device)
         refused = _lease(going, pool)
         if refused is None:
             return going, [load for load in loads if load.handles and load.entry.fate is not _GOES]
@@ -118,8 +117,11 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
         load.contiguous = True
     elif len(load.handles) == 1 and len(tensors) > 1 and (entry.keep or not rules.enabled):
         entry.nbytes = sum([tensor.nbytes for tensor in tensors])
+    elif load.find_spots():
+        entry.nbytes = covered_by(load.spots or ())
     else:
         entry.nbytes = load.measure(device).covered
+    load.nbytes = entry.nbytes
     entry.reason = _reason_to_stay(entry, tensors, devices, rules, device)
     if not entry.reason:
         entry.fate = _GOES
@@ -220,7 +222,7 @@ def _together(loads: list[Load], below: int, most: int, device: torch.device) ->
     group: list[Load] = []
     nbytes = last = 0
     for number, load in enumerate(loads):
-        size = load.entry.nbytes
+        size = load.nbytes
         if size >= below:
             found[number] = load
             continue
@@ -236,33 +238,41 @@ def _together(loads: list[Load], below: int, most: int, device: torch.device) ->
 
 
 def _divide(loads: list[Load], device: torch.device) -> list[Load]:
-    """What each of some slots that go carries, where they may share memory: all of a storage goes with one of them."""
+    """Slots that go, as loads that share no memory: all of a storage goes with the first slot that has it. Those that share
+    none are left as they are.
+    """
     owners: dict[int, Load] = {}
+    sharing: set[Load] = set()
     for load in loads:
-        load.measure(device)
         for storage in load.storages:
-            owners.setdefault(storage, load)
-    shares = [(load.entry, handle, _storages_of(handle)) for load in loads for handle in load.handles]
+            owner = owners.setdefault(storage, load)
+            if owner is not load:
+                sharing |= {owner, load}
+    order = {load: number for number, load in enumerate(loads)}
+    shares: dict[Load, list[tuple[SlotEntry, Saved]]] = {load: [] for load in sharing}
+    spots: dict[Saved, Spot] = {}
+    for load in loads:
+        if load in sharing:
+            load.entry.cargo, load.entry.bytes_out = None, 0
+            if load.spots is not None or load.find_spots():
+                spots.update(zip(load.handles, load.spots or (), strict=True))
+            for handle in load.handles:
+                owner = min([owners[storage_key(tensor)] for tensor in handle.held], key=order.__getitem__)
+                shares[owner].append((load.entry, handle))
     divided = []
     for load in loads:
-        load.entry.cargo, load.entry.bytes_out = None, 0
-        mine = [(entry, handle) for entry, handle, storages in shares if _first_owner(storages, loads, owners) is load]
-        if mine:
-            part = Load(load.entry, [handle for _, handle in mine])
-            part.last = mine[-1][0]
-            part.make_cargo(device)
+        if load not in sharing:
+            divided.append(load)
+        elif shares[load]:
+            part = Load(load.entry, [handle for _, handle in shares[load]])
+            part.last = shares[load][-1][0]
+            if spots.keys() >= set(part.handles):
+                part.spots = [spots[handle] for handle in part.handles]
+                part.nbytes = covered_by(part.spots)
+            else:
+                part.nbytes = part.measure(device).covered
             divided.append(part)
     return divided
-
-
-def _storages_of(handle: Saved) -> set[int]:
-    return {storage_key(tensor) for tensor in handle.held}
-
-
-def _first_owner(storages: set[int], loads: list[Load], owners: dict[int, Load]) -> Load:
-    """The first slot that holds one of some storages: all of them go with it."""
-    found = {id(owners[storage]) for storage in storages}
-    return next(load for load in loads if id(load) in found)
 
 
 def _lease(loads: list[Load], pool: HostPool) -> SlotEntry | None:
@@ -286,7 +296,18 @@ def _lease(loads: list[Load], pool: HostPool) -> SlotEntry | None:
 
 def storages_of(module: torch.nn.Module) -> frozenset[int]:
     """Keys of the storages of a module's dense parameters and buffers; of a sharded one, of its local shard."""
-    owned = [getattr(tensor, "_local_tensor", tensor) for tensor in (*module.parameters(), *module.buffers())]
-    return frozenset(
-        storage_key(tensor) for tensor in owned if type(tensor.data) is torch.Tensor and tensor.device.type != "meta"
-    )
+    plain: list[torch.Tensor] = []
+    odd: list[Any] = []
+    for part in module.modules():
+        for registered in (part._parameters, part._buffers):
+            values = [tensor for tensor in registered.values() if tensor is not None]
+            if _PLAIN.issuperset(map(type, values)):
+                plain += values
+            else:
+                odd += values
+    shards = [getattr(tensor, "_local_tensor", tensor) for tensor in odd]
+    plain += [shard for shard in shards if type(shard.data) is torch.Tensor]
+    try:
+        return frozenset(storage_keys(plain))
+    except NotImplementedError:  # a sparse one has none
+        return frozenset(storage_keys([tensor for tensor in plain if tensor.layout is torch.strided]))

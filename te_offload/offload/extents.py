@@ -155,18 +155,19 @@ def _strides(size: Sequence[int]) -> tuple[int, ...]:
 def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) -> list[Strip]:
     """The strips of strided tensors. ``across_storages``: as for `find_runs`."""
     if len(tensors) == 1:
-        return [_strip(0, tensors[0])]
+        only = tensors[0]
+        return [_strip(0, only, only.data_ptr(), only.nbytes, storage_key(only), only.shape)]
     begins = list(map(_ADDRESS, tensors))
-    keys = list(map(_IDENTITY, map(_STORAGE, tensors)))
+    keys = storage_keys(tensors)
     shapes = list(map(_SHAPE, tensors))
     dtypes = list(map(_DTYPE, tensors))
     alike = shapes.count(shapes[0]) == len(shapes) and dtypes.count(dtypes[0]) == len(dtypes)
-    usual = usual_strides(tensors, shapes, alike=alike)
+    usual = usual_strides(tensors, shapes, alike=True) if alike else None  # else where neighbours ask
     lengths = [tensors[0].nbytes] * len(tensors) if alike else list(map(_NBYTES, tensors))
     strips: list[Strip] = []
     members: list[int] = []
     pitch, end, storage, shape, dtype = 0, -1, -1, shapes[0], dtypes[0]
-    length = lengths[0] if alike and len(shape) > 0 and False not in usual else -1
+    length = lengths[0] if usual is not None and len(shape) > 0 and False not in usual else -1
     if not across_storages and keys.count(keys[0]) < len(keys):
         length = -1
     if length > 0 and begins == list(range(begins[0], begins[0] + len(begins) * length, length)):
@@ -178,9 +179,13 @@ def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) 
                 Strip(begins[0], begins[-1] + length, first, held, range(len(begins)), dtype, len(shape), dims, None)
             ]
 
+    def is_usual(index: int) -> bool:
+        return usual[index] if usual is not None else usual_strides([tensors[index]], [shapes[index]])[0]
+
     def finish() -> None:
         if len(members) == 1:
-            strips.append(_strip(members[0], tensors[members[0]]))
+            only = members[0]
+            strips.append(_strip(only, tensors[only], begins[only], lengths[only], keys[only], shapes[only]))
         elif members:
             first = members[0]
             held = frozenset([keys[member] for member in members])
@@ -195,7 +200,7 @@ def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) 
             end, storage = begin + length, keys[index]
             continue
         gap = begin - end
-        joins = 0 <= gap < ALIGNMENT and usual[index] and dtypes[index] is dtype
+        joins = 0 <= gap < ALIGNMENT and dtypes[index] is dtype and is_usual(index)
         if joins:  # of another storage: in the same segment?
             joins = keys[index] == storage or (across_storages and (end - 1) // SEGMENT == begin // SEGMENT)
         if joins and not gap:
@@ -204,7 +209,7 @@ def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) 
             step = begin - begins[members[-1]]
             joins = shapes[index] == shape and len(shape) > 0
             joins = joins and (step == pitch or (len(members) == 1 and step % dtype.itemsize == 0))
-        if joins and (len(members) > 1 or usual[members[0]]):
+        if joins and (len(members) > 1 or is_usual(members[0])):
             if gap:
                 pitch = begin - begins[members[-1]]
             members.append(index)
@@ -216,17 +221,15 @@ def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) 
     return strips
 
 
-def _strip(index: int, tensor: torch.Tensor) -> Strip:
-    storage = tensor.untyped_storage()
-    begin = end = tensor.data_ptr()
-    stride = tensor.stride()
+def _strip(index: int, tensor: torch.Tensor, begin: int, nbytes: int, key: int, shape: Sequence[int]) -> Strip:
+    """The strip of one tensor, of which some is known."""
+    end, stride = begin, tensor.stride()
     if tensor.is_contiguous():
-        end += tensor.nbytes
-    elif 0 not in tensor.shape:
-        last = sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
-        end += (last + 1) * tensor.element_size()
-    keys = frozenset((storage._cdata,))
-    return Strip(begin, end, storage.data_ptr(), keys, (index,), tensor.dtype, tensor.ndim, tuple(tensor.shape), stride)
+        end = begin + nbytes
+    elif 0 not in shape:
+        end = begin + extent(shape, stride) * tensor.element_size()
+    storage_begin = tensor.untyped_storage().data_ptr()
+    return Strip(begin, end, storage_begin, frozenset((key,)), (index,), tensor.dtype, len(shape), tuple(shape), stride)
 
 
 def lone(tensor: torch.Tensor) -> tuple[Strip, Runs]:
@@ -307,7 +310,7 @@ def apart(tensors: Sequence[torch.Tensor], begins: list[int]) -> Apart | None:
     touching = sum(map(operator.eq, begins[1:], map(operator.add, begins, lengths)))
     if 2 * touching > len(begins) or 0 in lengths:
         return None
-    keys = list(map(_IDENTITY, map(_STORAGE, tensors)))
+    keys = storage_keys(tensors)
     if len(set(keys)) < len(keys) or False in usual_strides(tensors, list(map(_SHAPE, tensors))):
         return None
     return Apart(begins, lengths, keys)
@@ -341,6 +344,72 @@ def lone_runs(begins: Sequence[int], lengths: Sequence[int], *, across_storages:
     return Runs(tuple(runs), tuple(places), sum(lengths)), order
 
 
+class Spot(NamedTuple):
+    """One tensor with elements, wherever it lies: what takes the host least where there are few.
+
+    Attributes:
+        begin, end: addresses of its first byte, and behind its last. start: where a run may begin for it.
+        storage: its storage's identity, valid while something holds the storage. size, stride, dtype: the tensor's.
+    """
+
+    begin: int
+    end: int
+    start: int
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def spots_of(tensors: Sequence[torch.Tensor]) -> list[Spot] | None:
+    """The spots of strided tensors; ``None`` if one has no elements."""
+    found = []
+    for tensor in tensors:
+        begin, nbytes, size, stride = tensor.data_ptr(), tensor.nbytes, tensor.shape, tensor.stride()
+        if not nbytes:
+            return None
+        storage, lead, dtype = tensor.untyped_storage(), begin % ALIGNMENT, tensor.dtype
+        if not tensor.is_contiguous():
+            nbytes = extent(size, stride) * dtype.itemsize
+        start = max(begin - lead, storage.data_ptr()) if lead else begin
+        found.append(Spot(begin, begin + nbytes, start, storage._cdata, tuple(size), stride, dtype))
+    return found
+
+
+def covered_by(spots: Sequence[Spot]) -> int:
+    """Bytes that spots have, each byte once."""
+    if len({spot[3] for spot in spots}) == len(spots):
+        return sum([end - begin for begin, end, *_ in spots])
+    return _union([(begin, end) for begin, end, *_ in spots])
+
+
+def runs_of(spots: Sequence[Spot], *, across_storages: bool) -> Runs:
+    """The runs of spots: what `find_runs` says of strips. ``across_storages``: as there."""
+    runs: list[Run] = []
+    places: list[tuple[int, int] | None] = [None] * len(spots)
+    begin = end = last = -1
+    for number in sorted(range(len(spots)), key=[spot[0] for spot in spots].__getitem__):
+        first, behind, start, storage, *_ = spots[number]
+        joins = last != -1 and start < end + ALIGNMENT
+        if joins and storage != last:  # in one segment of the allocator's?
+            joins = across_storages and (end - 1) // SEGMENT == first // SEGMENT
+        if not joins:
+            if last != -1:
+                runs.append(Run(begin, end - begin))
+            begin, end = start, behind
+        elif behind > end:
+            end = behind
+        last = storage
+        places[number] = len(runs), first - begin
+    runs.append(Run(begin, end - begin))
+    return Runs(tuple(runs), tuple(places), covered_by(spots))
+
+
+def extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first of a tensor with elements to its last."""
+    return 1 + sum([(length - 1) * step for length, step in zip(size, stride, strict=True)])
+
+
 class Run(NamedTuple):
     """Bytes at ``address`` that are copied in one piece."""
 
@@ -367,6 +436,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, valid while something holds the storage."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def storage_keys(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`storage_key` of each."""
+    return list(map(_IDENTITY, map(_STORAGE, tensors)))
 
 
 def find_runs(strips: Sequence[Strip], *, across_storages: bool) -> Runs:
@@ -421,8 +495,13 @@ def find_runs(strips: Sequence[Strip], *, across_storages: bool) -> Runs:
 
 def _covered(strips: Sequence[Strip]) -> int:
     """Bytes of strips that may overlap."""
+    return _union([part for strip in strips for part in strip.parts()])
+
+
+def _union(ranges: list[tuple[int, int]]) -> int:
+    """Bytes of ranges (begin, end) that may overlap."""
     total, read_to = 0, 0
-    for begin, end in sorted([part for strip in strips for part in strip.parts()]):
+    for begin, end in sorted(ranges):
         total += max(0, end - max(begin, read_to))
         read_to = max(read_to, end)
     return total

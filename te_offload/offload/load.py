@@ -22,11 +22,14 @@ from te_offload.offload.extents import (
     Run,
     Runs,
     Scattered,
+    Spot,
     Strip,
     apart,
     find_runs,
     lone,
     lone_runs,
+    runs_of,
+    spots_of,
     storage_key,
     strips_of,
     usual_strides,
@@ -37,6 +40,7 @@ from te_offload.slots import Fate, Reason
 if TYPE_CHECKING:
     from te_offload.offload.transfer import Mark
 
+_FEW = 16  # tensors; more are cut from few pieces of memory when they come back
 _TENSORS, _DTYPE, _NBYTES, _SHAPE = map(attrgetter, ("tensors", "dtype", "nbytes", "shape"))
 
 
@@ -48,8 +52,8 @@ class Load:
         handles: its live handles; of a slot that goes, those whose bytes go with it, also from other slots.
         tensors: of the handles, one handle's behind the other's; dense ones if the slot may go.
         strips: of the tensors, runs: of all strips, where they were needed.
-        contiguous: it is one contiguous tensor.
-        apart: the tensors, if they are that; then there are no strips.
+        nbytes: that its tensors read. contiguous: it is one contiguous tensor.
+        apart: the tensors, if they are that; spots: the same; then there are no strips.
         order: numbers of the tensors by address, if the runs are of such tensors, whether of one slot or of several that go
             together.
         bases: for each strip what to add to its members to get numbers of tensors.
@@ -66,10 +70,12 @@ class Load:
         "entry",
         "handles",
         "last",
+        "nbytes",
         "order",
         "others",
         "ready",
         "runs",
+        "spots",
         "strips",
         "tensors",
     )
@@ -85,7 +91,9 @@ class Load:
         self.bases: list[int] = []
         self.runs: Runs | None = None
         self.apart: Apart | None = None
+        self.spots: list[Spot] | None = None
         self.order: Sequence[int] | None = None
+        self.nbytes = 0
         self.contiguous = False
         self.cargo: Cargo | None = None
         self.ready: Mark | None = None
@@ -100,6 +108,8 @@ class Load:
                 self._storages = self.strips[0].storages
             elif self.contiguous:
                 self._storages = frozenset((storage_key(self.tensors[0]),))
+            elif self.spots is not None:
+                self._storages = frozenset([spot.storage for spot in self.spots])
             elif self.apart is not None:
                 self._storages = frozenset(self.apart.keys)
             elif self.strips:
@@ -109,9 +119,11 @@ class Load:
         return self._storages
 
     def measure(self, device: torch.device) -> Runs:
-        """Find strips and runs of its tensors, which are dense."""
+        """Find the runs of its tensors, which are dense, and their strips, unless it has spots or they are `Apart`."""
         if self.runs is None:
-            if self.contiguous or (len(self.tensors) == 1 and self.tensors[0].is_contiguous()):
+            if self.spots is not None:
+                self.runs = runs_of(self.spots, across_storages=joins_storages(device.type))
+            elif self.contiguous or (len(self.tensors) == 1 and self.tensors[0].is_contiguous()):
                 strip, self.runs = lone(self.tensors[0])
                 self.strips, self.bases = [strip], [0]
             else:
@@ -126,9 +138,15 @@ class Load:
                 self.runs, self.order = lone_runs(begins, lengths, across_storages=across)
         return self.runs
 
+    def find_spots(self) -> bool:
+        """Find spots of its tensors, which are dense, if they are few, have elements, and a handle each; whether so."""
+        if len(self.handles) == len(self.tensors) <= _FEW:
+            self.spots = spots_of(self.tensors)
+        return self.spots is not None
+
     def find_strips(self, across_storages: bool) -> Runs:
-        """Find strips and runs of its tensors, which are dense, whether or not they are `Apart`."""
-        self.apart = self.order = None
+        """Find strips and runs of its tensors, which are dense, in any case."""
+        self.apart = self.order = self.spots = None
         self.strips = strips_of(self.tensors, across_storages=across_storages)
         self.bases = [0] * len(self.strips)
         self.runs = find_runs(self.strips, across_storages=across_storages)
@@ -138,7 +156,7 @@ class Load:
         """The cargo of its handles."""
         entry, others = self.entry, self.others
         if self.contiguous and self.runs is None:
-            begin, nbytes = self.tensors[0].data_ptr(), entry.nbytes
+            begin, nbytes = self.tensors[0].data_ptr(), self.nbytes
             if nbytes and not begin % ALIGNMENT:  # as most are on a GPU: it is its own and only run
                 entry.cargo = self.cargo = Cargo(entry.label, nbytes, (Run(begin, nbytes),))
                 entry.bytes_out = nbytes
@@ -148,8 +166,8 @@ class Load:
         entry.bytes_out = cargo.copied
         for other in others:
             other.entry.cargo = cargo
-            other.entry.bytes_out = other.entry.nbytes
-            entry.bytes_out -= other.entry.nbytes
+            other.entry.bytes_out = other.nbytes
+            entry.bytes_out -= other.nbytes
 
     def put_on(self) -> list[Saved]:
         """Let the handles go with the cargo; those that do. The others have no elements."""
@@ -157,6 +175,9 @@ class Load:
         assert cargo is not None
         if self.runs is None:
             handles[0].go_alone(cargo, cargo.lots[0], 0)
+            return handles
+        if self.spots is not None:
+            self._put_spots(cargo, self.spots)
             return handles
         if self.order is not None:
             self._put_apart(cargo, self.order)
@@ -190,6 +211,15 @@ class Load:
                 handle, number = owners[base + member]
                 handle.add_part(cargo, part, position, number)
         return self._that_go()
+
+    def _put_spots(self, cargo: Cargo, spots: Sequence[Spot]) -> None:
+        """The same for spots: each handle knows where its tensor is."""
+        assert self.runs is not None
+        at = cargo.places
+        for handle, spot, place in zip(self.handles, spots, self.runs.places, strict=True):
+            run, distance = place  # type: ignore[misc]
+            lot, begin = at[run]
+            handle.go_to(cargo, lot, (spot.size, spot.stride, spot.dtype, begin + distance))
 
     def _put_apart(self, cargo: Cargo, order: Sequence[int]) -> None:
         """The same for tensors that are `Apart`: those of one lot and dtype, of one handle or one a handle, are cut at once
@@ -263,7 +293,9 @@ def as_one(loads: list[Load], device: torch.device) -> Load:
     if len(loads) == 1:
         return loads[0]
     first = Load(loads[0].entry, [handle for load in loads for handle in load.handles])
-    first.others, first.last = loads[1:], loads[-1].entry
+    first.others, first.last = loads[1:], loads[-1].last
+    if False in [load.last is load.entry for load in loads]:  # with an earlier one go bytes of a later one
+        first.last = max([load.last for load in loads], key=first.entry.visit.entries.index)
     across = joins_storages(device.type)
     alone = [load.tensors[0] for load in loads if load.contiguous]
     usual = False not in usual_strides(alone, list(map(_SHAPE, alone)))
@@ -272,15 +304,26 @@ def as_one(loads: list[Load], device: torch.device) -> Load:
         if 0 not in lengths and not any(map(ALIGNMENT.__rmod__, begins)):
             first.runs, first.order = lone_runs(begins, lengths, across_storages=across)
             return first
-    base = 0
+    spots = [load.spots or (spots_of(load.tensors) if load.contiguous else None) for load in loads]
+    if None not in spots:
+        first.spots = [*chain.from_iterable(spots)]  # type: ignore[arg-type]
+        first.runs = runs_of(first.spots, across_storages=across)
+        return first
+    base = covered = 0
+    runs: list[Run] = []
+    places: list[tuple[int, int] | None] = []
     for load in loads:
-        load.measure(device)
-        if load.apart is not None:
-            load.find_strips(across)
+        found = load.measure(device)
+        if load.apart is not None or load.spots is not None:
+            found = load.find_strips(across)
         first.strips += load.strips
         first.bases += [base] * len(load.strips)
         base += len(load.tensors)
-    first.runs = find_runs(first.strips, across_storages=across)
+        count = len(runs)
+        places += [place if place is None else (place[0] + count, place[1]) for place in found.places]
+        runs += found.runs
+        covered += found.covered
+    first.runs = Runs(tuple(runs), tuple(places), covered)
     return first
 
 
@@ -294,5 +337,5 @@ def _begins_and_lengths(loads: list[Load]) -> tuple[list[int], list[int]]:
             lengths += load.apart.lengths
         else:
             begins.append(load.tensors[0].data_ptr())
-            lengths.append(load.entry.nbytes)
+            lengths.append(load.nbytes)
     return begins, lengths

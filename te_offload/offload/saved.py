@@ -8,7 +8,6 @@ is without hooks. Does not: decide whether its bytes move.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -18,7 +17,7 @@ import torch
 
 from te_offload.errors import BackwardTwiceError, SavedTensorModifiedError, StepEndedError
 from te_offload.offload.cargo import Cargo, Hold, Label, Lot, name_of
-from te_offload.offload.extents import Scattered, Strip
+from te_offload.offload.extents import Scattered, Strip, extent
 from te_offload.offload.states import LEAVING, RELEASED, RETURNED
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SlotName, slot_title
@@ -306,6 +305,12 @@ class Saved:
         lot.untaken += 1
         cargo.untaken += 1
 
+    def go_to(self, cargo: Cargo, lot: Lot, place: tuple[Sequence[int], Sequence[int], torch.dtype, int]) -> None:
+        """The same for one tensor, which has elements and a place in a lot: size, stride, dtype, first byte."""
+        self.cargo, self._lot, self._place = cargo, lot, place
+        lot.untaken += 1
+        cargo.untaken += 1
+
     def go_as_one(self, cargo: Cargo, part: Part) -> None:
         """The same for one part with all of its tensors, which have elements: nobody else's are in its lot."""
         strip, lot = part.strip, part.lot
@@ -340,8 +345,8 @@ class Saved:
         if self._lot is lot:
             if self._place is None:
                 return [(0, lot.nbytes)]
-            size, _, dtype, begin = self._place
-            return [(begin, begin + math.prod(size) * dtype.itemsize)]
+            size, stride, dtype, begin = self._place
+            return [(begin, begin + extent(size, stride) * dtype.itemsize)]
         if self.part is not None and isinstance(self.part.strip, Scattered):
             return self.part.strip.parts()[self.position : self.position + 1] if self.part.lot is lot else []
         return [

@@ -209,7 +209,7 @@ class LayerVisit(SlotObserver):
         if (
             entry is not None
             and kind is _TENSOR
-            and base is None
+            and (base is None or type(base) is _TENSOR)
             and id(tensor) not in self._named
             and not getattr(tensor, _NOT_OFFLOAD, False)
         ):  # a region's, as most are
@@ -218,7 +218,7 @@ class LayerVisit(SlotObserver):
             return handle
         if kind is not _TENSOR and isinstance(tensor, _PARAMETER):
             return Unmoved(tensor, self.layer)
-        if base is not None and isinstance(base, _PARAMETER):
+        if base is not None and type(base) is not _TENSOR and isinstance(base, _PARAMETER):
             return Unmoved(tensor, self.layer)  # whoever shards parameters may free their memory while a copy reads it
         entry = None
         known = self._named.get(id(tensor))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import mmap
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -67,9 +68,19 @@ def two_ops(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], OffloadSes
     return ops(tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
 
 
+@pytest.fixture(autouse=True, scope="module", params=["one by one", "at once"])
+def however_they_are_cut(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A few tensors are cut one by one from memory that is back, many at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "at once":
+            patch.setattr(load, "_FEW", 1)
+        yield
+
+
 @pytest.fixture
 def cut_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Filled with the numbers of tensors that each piece of memory holds of those that lie apart."""
+    """Filled with the numbers of tensors that each piece of memory holds of those that are cut at once."""
+    monkeypatch.setattr(load, "_FEW", 1)
     found: list[int] = []
     share = Part.share
 

@@ -34,6 +34,33 @@ def test_no_bytes_of_slots_that_found_no_room_or_share_memory_with_one_are_in_th
         layer.session = session
         with session.step():
             layer(torch.ones(1, requires_grad=True)).sum().backward()
-    rows = {row.op: (row.reason, row.bytes_out) for row in session.records[-1].slots if row.slot is SlotName.REGION}
-    assert rows == {"goes": (Reason.NONE, 400), "large": (Reason.NO_ROOM, 0), "shares": (Reason.ALIAS, 0)}
+    rows = {row.op: row for row in session.records[-1].slots if row.slot is SlotName.REGION}
+    assert (rows["goes"].reason, rows["goes"].bytes_out) == (Reason.NONE, 400)
+    stayed = rows["large"], rows["shares"]  # of those that go as one the last one is refused
+    assert {row.reason for row in stayed} == {Reason.NO_ROOM, Reason.ALIAS}
+    assert [row.bytes_out for row in stayed] == [0, 0]
     assert session.records[-1].bytes_out == 400
+
+
+def test_slots_that_share_memory_move_it_once_with_the_first_of_them() -> None:
+    """As a projection saves what an attention core has saved, and a norm's output is what three GEMMs take."""
+    memory, other = torch.arange(600.0), torch.arange(50.0)
+    saved = [[memory[:400].view(20, 20).t(), other], [memory[200:]], [other.view(5, 10), torch.ones(30)]]
+    expected = [[tensor.clone() for tensor in tensors] for tensors in saved]
+    parts = iter(saved)
+    layer = Layer(lambda: next(parts), ("core", "projection", "router"))
+    with OffloadSession(layer, min_bytes=0, verify=True) as session:
+        layer.session = session
+        with session.step():
+            layer(torch.ones(1, requires_grad=True)).sum().backward()
+    for found, wanted in zip(reversed(layer.seen), expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    core, projection, router = reversed(layer.seen)
+    assert core[0].untyped_storage()._cdata == projection[0].untyped_storage()._cdata
+    assert core[0].storage_offset() + 200 == projection[0].storage_offset()
+    assert core[1].data_ptr() == router[0].data_ptr()
+    rows = {row.op: row for row in session.records[-1].slots if row.slot is SlotName.REGION}
+    assert [rows[name].nbytes for name in ("core", "projection", "router")] == [1800, 1600, 320]
+    assert [rows[name].bytes_out for name in ("core", "projection", "router")] == [2600, 0, 120]
+    record = session.records[-1]
+    assert record.bytes_out == record.bytes_back == 2720
