@@ -11,6 +11,9 @@ hooks (``region``: a buffer each). The time of a slot is the difference between 
 three; that of a layer is the rest. In each round all layers take their turns, with a session and without, and a difference
 is of one round; medians over the rounds, in microseconds of the host for forward and backward together.
 
+One more row is ``a whole layer``, as models have them: what a transformer layer saves in six regions, some of whose tensors
+are other regions' too, and in two ops' slots, with the parameters of 64 experts in it. Its time is that of all of it.
+
 On a GPU two rows stand beside ours. One is Transformer Engine's context, with host memory that it keeps (else it asks for
 some for each tensor), around the same layers, in one round with a session's: it takes tensors through the hooks that a
 region's pass too, and none below 256 Ki elements, so these have as many; no two of them lie side by side (the tensors of
@@ -110,6 +113,40 @@ class Layer(torch.nn.Module):
         return x
 
 
+class WholeLayer(torch.nn.Module):
+    """What a transformer layer with experts saves, and no more: 17 tensors in six regions and two ops' slots."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+
+        def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        heads, tokens, width = 8, 512, 1024
+        query, key, value = empty(1, tokens, 3 * width).view(1, tokens, heads, -1).transpose(1, 2).chunk(3, -1)
+        core = empty(1, heads, tokens, width // heads)
+        normed = empty(tokens, width)
+        self.saves = {
+            "norm": (empty(tokens, width), empty(tokens, dtype=torch.float32), empty(tokens, dtype=torch.float32)),
+            "qkv": (empty(tokens, width),),
+            "core": (query, key, value, core, empty(1, heads, tokens, dtype=torch.float32)),
+            "projection": (core.view(tokens, width),),
+            "second norm": (normed, empty(tokens, dtype=torch.float32), empty(tokens, dtype=torch.float32)),
+            "router": (normed, empty(tokens, 64, dtype=torch.float32)),
+        }
+        self.ops = torch.nn.ModuleList([SlotOp((empty(2 * tokens, columns),)) for columns in (width, width // 2)])
+        self.experts = torch.nn.ParameterList([empty(8) for _ in range(2 * 64)])
+        self.session: OffloadSession | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name, tensors in self.saves.items():
+            with contextlib.nullcontext() if self.session is None else self.session.region(name):
+                x = _Save.apply(x, *tensors)  # type: ignore[no-untyped-call]
+        for op in self.ops:
+            x = op(x)
+        return x
+
+
 def run(
     layers: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, session: OffloadSession | None
 ) -> float:
@@ -165,10 +202,29 @@ class Case(Protocol):
 
 
 class SessionCase:
-    """Layers with so many slots of ``count`` tensors, and their session."""
+    """Some layers and their session.
+
+    Args:
+        layers: which. device: theirs. min_bytes: of the session: 0, or more than they save.
+        spacers: held as long.
+    """
 
     def __init__(
         self,
+        layers: Sequence[Layer | WholeLayer],
+        device: torch.device,
+        min_bytes: int,
+        spacers: list[torch.Tensor] | None = None,
+    ) -> None:
+        self._spacers = spacers
+        self._layers = layers
+        self._x = torch.zeros(1, device=device, requires_grad=True)
+        self._goes = min_bytes == 0
+        self.session = OffloadSession(self._layers, min_bytes=min_bytes, max_in_flight="16GiB")
+
+    @classmethod
+    def of_slots(
+        cls,
         device: torch.device,
         slots: int,
         count: int,
@@ -177,15 +233,14 @@ class SessionCase:
         *,
         regions: bool,
         apart: bool = False,
-    ) -> None:
-        self._spacers: list[torch.Tensor] | None = [] if apart else None
-        self._layers = [
-            Layer(slots_of(device, slots, count, nbytes, regions=regions, spacers=self._spacers), regions=regions)
+    ) -> SessionCase:
+        """Layers with so many slots of ``count`` tensors."""
+        spacers: list[torch.Tensor] | None = [] if apart else None
+        layers = [
+            Layer(slots_of(device, slots, count, nbytes, regions=regions, spacers=spacers), regions=regions)
             for _ in range(LAYERS)
         ]
-        self._x = torch.zeros(1, device=device, requires_grad=True)
-        self._goes = min_bytes == 0
-        self.session = OffloadSession(self._layers, min_bytes=min_bytes, max_in_flight="16GiB")
+        return cls(layers, device, min_bytes, spacers)
 
     def added(self) -> float:
         """See `Case.added`."""
@@ -254,7 +309,9 @@ def measure(device: torch.device, nbytes: int, rounds: int, min_bytes: int, *, r
     """Microseconds that a session adds: by slot, by layer, and by further tensor of a slot."""
     sizes = {count: 2048 if regions else nbytes // count for count in (1, TENSORS)}
     shapes = ((1, 1), (4, 1), (1, TENSORS))
-    cases = [SessionCase(device, slots, count, sizes[count], min_bytes, regions=regions) for slots, count in shapes]
+    cases = [
+        SessionCase.of_slots(device, slots, count, sizes[count], min_bytes, regions=regions) for slots, count in shapes
+    ]
     return medians([[*cases, cases[0]]], rounds)[0]
 
 
@@ -263,7 +320,7 @@ def beside_transformer_engine(nbytes: int, rounds: int) -> list[dict[str, float]
     ``nbytes`` bytes, and each further tensor as many as the context needs to take it.
     """
     shapes = ((1, 1, max(nbytes, SMALLEST)), (4, 1, max(nbytes, SMALLEST)), (1, TENSORS, SMALLEST), (1, 1, SMALLEST))
-    ours = [SessionCase(torch.device("cuda"), *shape, 0, regions=True, apart=True) for shape in shapes]
+    ours = [SessionCase.of_slots(torch.device("cuda"), *shape, 0, regions=True, apart=True) for shape in shapes]
     return medians([ours, [ContextCase(*shape) for shape in shapes]], rounds)
 
 
@@ -293,6 +350,17 @@ def _by_part(one: list[float], four: list[float], many: list[float], few: list[f
             (more - less) / (TENSORS - 1) for less, more in zip(few, many, strict=True)
         ),
     }
+
+
+def whole_layer(device: torch.device, rounds: int) -> float:
+    """Microseconds that a session adds to a `WholeLayer`."""
+    case = SessionCase([WholeLayer(device) for _ in range(LAYERS)], device, 0)
+    gc.collect()
+    gc.disable()
+    times = [case.added() for _ in range(rounds)][4:]
+    gc.enable()
+    case.close()
+    return statistics.median(times)
 
 
 def bare_calls(device: torch.device, nbytes: int, rounds: int) -> float:
@@ -354,6 +422,7 @@ def main() -> None:
         for name, row in zip(names, beside, strict=True):
             kibibytes = max(arguments.nbytes, SMALLEST) >> 10
             rows.append({"slot": name.format(kibibytes), "fate": "offloaded", **row})
+    whole = whole_layer(device, arguments.rounds)
     bare = bare_calls(device, arguments.nbytes, arguments.rounds) if device.type == "cuda" else None
     print(f"Host time that a session adds, {place}, torch {torch.__version__}; us, forward and backward together\n")
     print("| slots | fate | a slot of one tensor | each further tensor | a layer, beside its slots |")
@@ -361,10 +430,11 @@ def main() -> None:
     for row in rows:
         cells = [f"{row[name]:.1f}" for name in ("us_per_slot", "us_per_further_tensor", "us_per_layer")]
         print(f"| {row['slot']} | {row['fate']} | {' | '.join(cells)} |")
+    print(f"| a whole layer: 6 regions, 2 ops, 17 tensors, 128 parameters | offloaded | | | {whole:.1f} |")
     if bare is not None:
         print(f"| torch's calls alone | a copy out and back | {bare:.1f} | | |")
     if arguments.json:
-        result = {"schema": "3.1", "place": place, "rows": rows, "bare_us": bare}
+        result = {"schema": "3.2", "place": place, "rows": rows, "whole_layer_us": whole, "bare_us": bare}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
