@@ -257,7 +257,11 @@ def _divide(loads: list[Load], device: torch.device) -> list[Load]:
             if load.spots is not None or load.find_spots():
                 spots.update(zip(load.handles, load.spots or (), strict=True))
             for handle in load.handles:
-                owner = min([owners[storage_key(tensor)] for tensor in handle.held], key=order.__getitem__)
+                spot = spots.get(handle)
+                if spot is not None:
+                    owner = owners[spot.storage]
+                else:
+                    owner = min([owners[storage_key(tensor)] for tensor in handle.held], key=order.__getitem__)
                 shares[owner].append((load.entry, handle))
     divided = []
     for load in loads:

@@ -387,7 +387,8 @@ def runs_of(spots: Sequence[Spot], *, across_storages: bool) -> Runs:
     """The runs of spots: what `find_runs` says of strips. ``across_storages``: as there."""
     runs: list[Run] = []
     places: list[tuple[int, int] | None] = [None] * len(spots)
-    begin = end = last = -1
+    begin = end = read_to = last = -1
+    covered = 0
     for number in sorted(range(len(spots)), key=[spot[0] for spot in spots].__getitem__):
         first, behind, start, storage, *_ = spots[number]
         joins = last != -1 and start < end + ALIGNMENT
@@ -399,10 +400,13 @@ def runs_of(spots: Sequence[Spot], *, across_storages: bool) -> Runs:
             begin, end = start, behind
         elif behind > end:
             end = behind
+        if behind > read_to:
+            covered += behind - max(first, read_to)
+            read_to = behind
         last = storage
         places[number] = len(runs), first - begin
     runs.append(Run(begin, end - begin))
-    return Runs(tuple(runs), tuple(places), covered_by(spots))
+    return Runs(tuple(runs), tuple(places), covered)
 
 
 def extent(size: Sequence[int], stride: Sequence[int]) -> int:
