@@ -264,13 +264,13 @@ class Saved:
 
     def _hand_over(self, cargo: Cargo) -> None:
         """With a lot's last tensor only those that were given out hold its memory."""
-        lot = self._lot
-        if lot is not None:
-            lot.hand_over(cargo)
+        if self._lot is not None:
+            self._lot.hand_over(cargo)
         elif self.part is not None:
             self.part.hand_over(cargo)
-        for part, _, _ in self._parts or ():
-            part.hand_over(cargo)
+        else:
+            for part, _, _ in self._parts or ():
+                part.hand_over(cargo)
 
     @property
     def name(self) -> str:

@@ -106,12 +106,10 @@ def _describe(entry: Saved) -> str:
     return "None" if entry is None else type(entry).__name__
 
 
-def _is_metadata(entry: Saved) -> bool:
-    return entry is None or (isinstance(entry, torch.Tensor) and not entry.is_floating_point())
-
-
 def _are_metadata(entries: Sequence[Saved]) -> bool:
-    return False not in [_is_metadata(entry) for entry in entries]
+    """Whether all are tensors of integers, or None."""
+    found = [entry for entry in entries if entry is not None]
+    return False not in [isinstance(entry, torch.Tensor) and not entry.is_floating_point() for entry in found]
 
 
 def _is_values(entry: Saved, *, none: bool) -> bool:
@@ -125,6 +123,8 @@ def _is_values(entry: Saved, *, none: bool) -> bool:
 
 def _are_values(entries: Sequence[Saved]) -> bool:
     """`_is_values` or None for hundreds of entries of few types: each type once."""
+    if len(entries) == 1:
+        return _is_values(entries[0], none=True)
     kinds = list(map(type, entries))
     return False not in [_is_values(entries[kinds.index(kind)], none=True) for kind in set(kinds)]
 
