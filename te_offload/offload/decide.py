@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_offload.offload.extents import Spot, covered_by, storage_key, storage_keys
+from te_offload.offload.extents import storage_key, storage_keys
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.load import Load, as_one
-from te_offload.offload.saved import Saved, SlotEntry, devices_of_plain, is_plain
+from te_offload.offload.plain import devices_of_plain, is_plain
+from te_offload.offload.saved import Saved, SlotEntry
+from te_offload.offload.spots import Spot, covered_by
 from te_offload.ops import te_adapter
 from te_offload.slots import FORMATS, Fate, Reason, SlotName
 

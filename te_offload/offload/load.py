@@ -22,19 +22,18 @@ from te_offload.offload.extents import (
     Run,
     Runs,
     Scattered,
-    Spot,
     Strip,
     apart,
     find_runs,
     lone,
     lone_runs,
-    runs_of,
-    spots_of,
     storage_key,
     strips_of,
     usual_strides,
 )
-from te_offload.offload.saved import Part, Saved, SlotEntry, has_storage, let_go
+from te_offload.offload.plain import has_storage
+from te_offload.offload.saved import Part, Saved, SlotEntry, let_go
+from te_offload.offload.spots import Spot, runs_of, spots_of
 from te_offload.slots import Fate, Reason
 
 if TYPE_CHECKING:

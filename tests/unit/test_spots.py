@@ -8,16 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from te_offload.offload.extents import (
-    ALIGNMENT,
-    SEGMENT,
-    Spot,
-    covered_by,
-    find_runs,
-    runs_of,
-    spots_of,
-    strips_of,
-)
+from te_offload.offload.extents import ALIGNMENT, SEGMENT, find_runs, strips_of
+from te_offload.offload.spots import Spot, covered_by, runs_of, spots_of
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
 

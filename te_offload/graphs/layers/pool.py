@@ -117,10 +117,11 @@ def segment_lengths(handle: Any) -> list[int]:
 def snapshot(handle: Any) -> list[Any]:
     """The segments of a pool of torch's.
 
-    torch 2.11's call gives up references to the numbers of the handle that are not its own: those beyond 256, which Python
-    counts, are freed after some calls, and the next one ends the process. They get back what they have lost.
+    torch 2.11's call gives up a reference to each number of the handle, which is not its own: those beyond 256, which
+    Python counts, are freed by it, and whatever looks at the handle next ends the process. They get back what they have
+    lost; until then a list holds them too, for the handle's own reference may be the last one.
     """
-    numbers = tuple(handle)
+    numbers = [*handle]
     before = [sys.getrefcount(numbers[place]) for place in range(len(numbers))]
     found: list[Any] = torch.cuda.memory_snapshot(handle)
     for place, count in enumerate(before):
