@@ -154,6 +154,7 @@ def test_layers_of_one_session_on_two_gpus_go_from_the_first_alone() -> None:
     assert len(gone) == len(stayed) == LAYERS and not gone & stayed
 
 
+@pytest.mark.usefixtures("copies_out_end")
 @pytest.mark.parametrize("path", ["ops", "plain"])
 def test_grouped_mlp_trains_on_the_second_gpu_when_that_is_current(path: str) -> None:
     """Fused where there is a Hopper GPU, and op by op."""
