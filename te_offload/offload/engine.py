@@ -283,18 +283,27 @@ class Engine:
                 self._finished[position] = resolve(step, self.mover.transfer)
         return tuple(step for step in self._finished if isinstance(step, StepRecord))
 
-    def latest_record(self, *, wait: bool) -> StepRecord | None:
-        """The record of the last step; unless ``wait``, of the last one that the device has passed already."""
-        return self._latest(wait=wait, timed=False)
+    def latest_record(self, *, wait: bool, complete: bool = False) -> StepRecord | None:
+        """The record of the last step; unless ``wait``, of the last one that the device has passed already.
+
+        Args:
+            wait: for the device. complete: of the steps in which all forwards were looked at, and none raised.
+        """
+        return self._latest(wait=wait, complete=complete)
 
     def latest_timed_record(self) -> StepRecord | None:
         """The record of the last timed step that the device has passed already."""
         return self._latest(wait=False, timed=True) or self._last_timed
 
-    def _latest(self, *, wait: bool, timed: bool) -> StepRecord | None:
+    def latest_saved(self) -> dict[tuple[str, int], int] | None:
+        """Bytes of the slots of each forward of the last step; ``None`` if not all were looked at, or one raised."""
+        step = self._finished[-1] if self._finished else None
+        return None if step is None or step.unseen or step.raised else step.saved_by_forward
+
+    def _latest(self, *, wait: bool, timed: bool = False, complete: bool = False) -> StepRecord | None:
         for position in reversed(range(len(self._finished))):
             step = self._finished[position]
-            if timed and not step.timed:
+            if (timed and not step.timed) or (complete and (step.unseen or step.raised)):
                 continue
             if isinstance(step, FinishedStep) and (wait or step.is_over()):
                 step = self._finished[position] = resolve(step, self.mover.transfer)

@@ -56,6 +56,11 @@ class FinishedStep:
         for mark in self._last_marks():
             mark.wait()
 
+    @property
+    def saved_by_forward(self) -> dict[tuple[str, int], int]:
+        """As `StepRecord.saved_by_forward`."""
+        return {visit.key: sum([entry.nbytes for entry in visit.entries]) for visit in self.visits}
+
     def forget(self) -> None:
         """Nobody asked for its record in time."""
         for visit in self.visits:

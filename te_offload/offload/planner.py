@@ -46,6 +46,10 @@ class Planner:
         self._checks_host_limit = policy.host_limit is not None  # with the first step that has slots
         self._group = group
         self._link: Link | None = None
+        self._fits: dict[tuple[str, int], int] | None = (
+            None  # bytes of each forward for which the plan was seen to fit;
+        )
+        self._looks_from = 0  # if none are: of the steps from this one on it is to be seen
 
     def rules_for_next_step(self, rules: Rules, engine: Engine) -> Rules:
         """The session's rules with the plan for the step that begins now.
@@ -69,18 +73,25 @@ class Planner:
     def _plan_alone(self, engine: Engine) -> None:
         if engine.steps == 0:
             return
-        record = engine.latest_record(wait=self.plan is None)
+        if self._fits is not None:
+            saved = engine.latest_saved()
+            if saved is None or saved == self._fits:  # to write a record takes the host milliseconds
+                return
+            self._fits, self._looks_from = None, engine.steps - 1
+        record = engine.latest_record(wait=self.plan is None, complete=self.plan is not None)
         if record is None or not record.slots or record.unseen or record.raised:
             return
         if self.plan is None:
             if record.index > 0 and not engine.times_are_disturbed:
                 self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
-        elif self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift:
-            if record.timed:
-                self._link = None  # other jobs may share it by now
-                self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
-            else:
-                engine.times_next = True
+        elif self.plan.drift(bytes_by_slot(record)) <= self._policy.replan_drift:
+            if record.index >= self._looks_from:
+                self._fits = record.saved_by_forward
+        elif record.timed:
+            self._link = None  # other jobs may share it by now
+            self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
+        else:
+            engine.times_next = True
 
     def _plan_together(self, engine: Engine) -> None:
         """The same steps on every rank: one collective, and none at other steps."""

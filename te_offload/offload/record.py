@@ -184,6 +184,14 @@ class StepRecord:
     back_ms: float
 
     @property
+    def saved_by_forward(self) -> dict[tuple[str, int], int]:
+        """Bytes of the slots of each forward: layer, and its number."""
+        found: dict[tuple[str, int], int] = {}
+        for row in self.slots:
+            found[row.layer, row.forward] = found.get((row.layer, row.forward), 0) + row.nbytes
+        return found
+
+    @property
     def peak_resident(self) -> int:
         """Most bytes of saved tensors on the device at one moment."""
         return max((moment.nbytes for moment in self.residency), default=0)

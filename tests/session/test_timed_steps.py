@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from te_offload import OffloadSession, Outcome
+from te_offload import OffloadSession, Outcome, StepRecord
 from te_offload.offload import engine as engine_module
 from te_offload.offload import session as session_module
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import HISTORY, TIMED_EVERY, TIMED_FIRST
+from te_offload.offload.measure import FinishedStep, resolve
 from te_offload.offload.transfer import Copy, CpuTransfer, Mark
 from te_offload.offload.visit import LayerVisit
 from te_offload.ops import arithmetic
@@ -76,6 +77,54 @@ def test_drift_in_a_step_without_times_has_the_next_one_timed_and_planned_from()
                 run(model, tuple(3 * size for size in SPLITS))
             assert session.records[-1].timed == (number == 1)
             assert (session.plan is plan) == (number < 2)
+
+
+def test_no_record_is_written_of_steps_that_save_what_the_plan_was_seen_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the host milliseconds, of each step."""
+    written: list[int] = []
+
+    def noted(step: FinishedStep, transfer: Any) -> StepRecord:
+        written.append(step.index)
+        return resolve(step, transfer)
+
+    monkeypatch.setattr(engine_module, "resolve", noted)
+    model = Stack()
+    with OffloadSession(model.layers, min_bytes=0, fraction=0.5) as session:
+        for _ in range(TIMED_FIRST + TIMED_EVERY):
+            with session.step():
+                run(model, SPLITS)
+        assert session.plan is not None
+        assert [index for index in written if index >= TIMED_FIRST and index % TIMED_EVERY] == []
+        for _ in range(4):
+            with session.step():
+                run(model, tuple(3 * size for size in SPLITS))
+        assert max(written) >= TIMED_FIRST + TIMED_EVERY
+
+
+@pytest.mark.parametrize("catches_up", [False, True])
+def test_drift_is_seen_also_where_the_device_is_a_step_behind(
+    monkeypatch: pytest.MonkeyPatch, catches_up: bool
+) -> None:
+    """The host begins a step while the one before still runs. In the step after the drift not all is looked at."""
+    model, behind = Stack(), 1
+    ops: list[Any] = [*model.layers[2].children()]
+    for op in ops:
+        op.no_offload_activation = True
+    with OffloadSession(model.layers, min_bytes=0, fraction=0.5) as session:
+        for _ in range(TIMED_FIRST - 1):
+            with session.step():
+                run(model, tuple(3 * size for size in SPLITS))
+        engine, plan = session._engine, session.plan
+        assert engine is not None and plan is not None
+        monkeypatch.setattr(FinishedStep, "is_over", lambda step: step.index < engine.steps - behind)
+        for number in range(4):
+            with session.step():
+                run(model, SPLITS)
+            if number == 1:
+                unseen = engine._finished[-1].unseen
+                behind = 0 if catches_up else 1
+        assert unseen
+        assert session.plan is not plan
 
 
 def test_steps_whose_records_nobody_reads_leave_nothing_for_the_garbage_collector() -> None:
