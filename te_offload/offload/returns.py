@@ -42,6 +42,8 @@ class Returns:
         self._ahead = 0  # bytes back of forwards that were not read yet
         self._by_key: dict[tuple[str, int], LayerVisit] = {}
         self._next: dict[tuple[str, int], tuple[str, int]] = {}
+        # The forward before which nothing was away, and the copies out by then: else each read would ask all before it.
+        self._nothing_before: tuple[LayerVisit, int] | None = None
 
     def begin_step(self, visits: list[LayerVisit]) -> None:
         """A step begins. ``visits``: its forwards, to which more will be added."""
@@ -59,6 +61,7 @@ class Returns:
             self._next = dict(itertools.pairwise([visit.key for visit in self.reads]))
         self._visits = []
         self._by_key = {}
+        self._nothing_before = None
 
     def approach(self, key: tuple[str, int]) -> None:
         """The backward has come to a forward that was not looked at: what comes after it may come back."""
@@ -111,8 +114,13 @@ class Returns:
         """The forward that the backward will read after this one, as far as one can tell."""
         if visit.key in self._next:
             return self._after(visit.key)
+        now = visit, self._mover.counts.copies_out
+        if self._nothing_before == now:
+            return None
         before = reversed(self._visits[: visit.number])
-        return next((other for other in before if not other.read and _is_away(other)), None)
+        following = next((other for other in before if not other.read and _is_away(other)), None)
+        self._nothing_before = now if following is None else None
+        return following
 
     def _after(self, key: tuple[str, int]) -> LayerVisit | None:
         """The next forward in the order of the step before that this step has too: it did not look at all of them."""
