@@ -64,3 +64,20 @@ def test_slots_that_share_memory_move_it_once_with_the_first_of_them() -> None:
     assert [rows[name].bytes_out for name in ("core", "projection", "router")] == [2600, 0, 120]
     record = session.records[-1]
     assert record.bytes_out == record.bytes_back == 2720
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_slot_with_memory_of_two_others_goes_with_the_first_of_them(order: tuple[int, int]) -> None:
+    memory = [torch.arange(200.0), torch.arange(300.0)]
+    parts = [memory[number][10:60] for number in order]
+    ops = [Op(lambda one=one: [one]) for one in memory] + [Op(lambda: parts)]
+    expected = [tensor.clone() for tensor in (*memory, *parts)]
+    with OffloadSession(layer := torch.nn.Sequential(*ops), min_bytes=0, verify=True) as session, session.step():
+        layer(torch.ones(1, requires_grad=True)).sum().backward()
+    found = [tensor for op in ops for tensor in op.seen]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    first = found[2 + order.index(0)]
+    assert first.untyped_storage()._cdata == found[0].untyped_storage()._cdata
+    rows = session.records[-1].slots
+    assert [row.nbytes for row in rows] == [800, 1200, 400]
+    assert rows[2].bytes_out == 0 and session.records[-1].bytes_back >= 2000
