@@ -4,6 +4,7 @@ comes back in one piece of memory, and who holds it.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import mmap
 import random
@@ -18,10 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_offload import OffloadSession
 from te_offload.errors import CorruptionError, SavedTensorModifiedError
+from te_offload.offload import engine as engine_module
 from te_offload.offload import load
 from te_offload.offload.cargo import OWN_LOT
 from te_offload.offload.extents import Scattered
 from te_offload.offload.saved import Part
+from te_offload.offload.transfer import Copy, CpuTransfer
 from tests.session.test_order import Op
 from tests.session.test_regions import Layer
 from tests.session.test_verify import use
@@ -296,6 +299,34 @@ def test_verify_names_the_byte_of_a_torn_copy_of_one_of_them(
             with pytest.raises(CorruptionError, match=r"layer0/norms\.\w+, forward 0: .* first one is byte \d+, 0x"):
                 y.backward()
     assert cut_at_once == [3, 3]
+
+
+@pytest.mark.parametrize("byte", [0, 1023])
+@pytest.mark.parametrize("turned", [False, True])
+def test_verify_finds_a_wrong_byte_at_either_end_of_any_of_them(
+    monkeypatch: pytest.MonkeyPatch, byte: int, turned: bool
+) -> None:
+    class Flips(CpuTransfer):
+        def copy_out(self, pieces: Any, after: Any) -> Copy:
+            copy = super().copy_out(pieces, after)
+            _, target, _ = pieces[1]
+            (ctypes.c_uint8 * 1024).from_address(target)[byte] ^= 1
+            return copy
+
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: Flips())
+    tensors = apart([((16, 16), torch.float32)] * 3)
+    if turned:
+        tensors = [tensor.t() for tensor in tensors]
+    with pytest.raises(CorruptionError, match=rf"norms\.\w+, forward 0: .* first one is byte {1024 + byte}, 0x"):
+        verified(tensors)
+
+
+def verified(tensors: list[torch.Tensor]) -> None:
+    layer = Layer(lambda: tensors, ("norms",))
+    with OffloadSession(layer, min_bytes=0, verify=True) as session:
+        layer.session = session
+        with session.step():
+            layer(torch.ones(1, requires_grad=True)).sum().backward()
 
 
 def _views(strip: Scattered, offset: int, nbytes: int) -> list[bytes]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from te_offload import OffloadSession, Reason
+from te_offload.offload import engine as engine_module
+from te_offload.offload.engine import TIMED_FIRST
+from te_offload.offload.transfer import Copy, CpuTransfer, Mark
 from te_offload.slots import SlotName
 from tests.session.test_order import Op
 from tests.session.test_regions import Layer
@@ -81,3 +86,29 @@ def test_slot_with_memory_of_two_others_goes_with_the_first_of_them(order: tuple
     rows = session.records[-1].slots
     assert [row.nbytes for row in rows] == [800, 1200, 400]
     assert rows[2].bytes_out == 0 and session.records[-1].bytes_back >= 2000
+
+
+def test_bytes_of_a_later_slot_leave_after_its_own_mark_also_with_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a step without times the forward's end has no mark where all slots have theirs."""
+    seen: list[Mark] = []
+
+    class Noting(CpuTransfer):
+        def copy_out(self, pieces: Any, after: tuple[Mark, ...]) -> Copy:
+            seen.append(after[0])
+            return super().copy_out(pieces, after)
+
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: Noting())
+    memory, others = torch.arange(200.0), [torch.ones(n) for n in (5, 6, 7, 8)]
+    slots = [memory, others[0]], others[1:3], [memory[5:50], others[3]]
+    layer = torch.nn.Sequential(*[Op(lambda slot=slot: slot) for slot in slots])
+    with OffloadSession(layer, min_bytes=0) as session:
+        for _ in range(TIMED_FIRST + 1):
+            with session.step():
+                layer(torch.ones(1, requires_grad=True)).sum().backward()
+        assert session._engine is not None
+        (visit,) = session._engine.visits
+        assert visit.ended is None
+        assert seen[-1] is visit.entries[2].ready is not None
+    assert session.records[-1].bytes_back > 0
