@@ -75,8 +75,6 @@ class Lot:
         """The tensors of a strip that begins at a byte of the allocation, in the strip's order."""
         if self.shape is not None:
             return strip.cut(self.whole())
-        if type(strip) is Strip and strip.stride is not None:
-            return [self._as(strip.dtype).as_strided(strip.dims, strip.stride, offset // strip.dtype.itemsize)]
         return strip.views(self._as(strip.dtype), offset)
 
     def whole(self) -> torch.Tensor:

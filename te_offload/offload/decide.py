@@ -119,10 +119,9 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
         load.contiguous = True
     elif len(load.handles) == 1 and len(tensors) > 1 and (entry.keep or not rules.enabled):
         entry.nbytes = sum([tensor.nbytes for tensor in tensors])
-    elif load.find_spots():
-        entry.nbytes = covered_by(load.spots or ())
     else:
-        entry.nbytes = load.measure(device).covered
+        load.spots = load.few_spots()
+        entry.nbytes = load.measure(device).covered if load.spots is None else covered_by(load.spots)
     load.nbytes = entry.nbytes
     entry.reason = _reason_to_stay(entry, tensors, devices, rules, device)
     if not entry.reason:
@@ -256,8 +255,9 @@ def _divide(loads: list[Load], device: torch.device) -> list[Load]:
     for load in loads:
         if load in sharing:
             load.entry.cargo, load.entry.bytes_out = None, 0
-            if load.spots is not None or load.find_spots():
-                spots.update(zip(load.handles, load.spots or (), strict=True))
+            found = load.spots or load.few_spots()
+            if found is not None:
+                spots.update(zip(load.handles, found, strict=True))
             for handle in load.handles:
                 spot = spots.get(handle)
                 if spot is not None:

@@ -137,11 +137,9 @@ class Load:
                 self.runs, self.order = lone_runs(begins, lengths, across_storages=across)
         return self.runs
 
-    def find_spots(self) -> bool:
-        """Find spots of its tensors, which are dense, if they are few, have elements, and a handle each; whether so."""
-        if len(self.handles) == len(self.tensors) <= _FEW:
-            self.spots = spots_of(self.tensors)
-        return self.spots is not None
+    def few_spots(self) -> list[Spot] | None:
+        """The spots of its tensors, which are dense, if they are few, and have elements and a handle each."""
+        return spots_of(self.tensors) if len(self.handles) == len(self.tensors) <= _FEW else None
 
     def find_strips(self, across_storages: bool) -> Runs:
         """Find strips and runs of its tensors, which are dense, in any case."""
@@ -303,7 +301,7 @@ def as_one(loads: list[Load], device: torch.device) -> Load:
         if 0 not in lengths and not any(map(ALIGNMENT.__rmod__, begins)):
             first.runs, first.order = lone_runs(begins, lengths, across_storages=across)
             return first
-    spots = [load.spots or (spots_of(load.tensors) if load.contiguous else None) for load in loads]
+    spots = [load.spots or load.few_spots() for load in loads]
     if None not in spots:
         first.spots = [*chain.from_iterable(spots)]  # type: ignore[arg-type]
         first.runs = runs_of(first.spots, across_storages=across)

@@ -46,10 +46,10 @@ class Planner:
         self._checks_host_limit = policy.host_limit is not None  # with the first step that has slots
         self._group = group
         self._link: Link | None = None
-        self._fits: dict[tuple[str, int], int] | None = (
-            None  # bytes of each forward for which the plan was seen to fit;
-        )
-        self._looks_from = 0  # if none are: of the steps from this one on it is to be seen
+        # Bytes of each forward for which the plan was seen to fit; if there are none, records are looked at until that of
+        # this step, or of a later one, says so.
+        self._fits: dict[tuple[str, int], int] | None = None
+        self._looks_from = 0
 
     def rules_for_next_step(self, rules: Rules, engine: Engine) -> Rules:
         """The session's rules with the plan for the step that begins now.

@@ -292,13 +292,9 @@ class Saved:
         """The same for one contiguous tensor, which has elements, from a byte of a lot on."""
         tensor = self.held[0]
         shape = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        self.go_to(cargo, lot, (*shape, offset))
         if lot.nbytes == tensor.nbytes:
-            lot.shape = shape
-        else:
-            self._place = (*shape, offset)
-        self.cargo, self._lot = cargo, lot
-        lot.untaken += 1
-        cargo.untaken += 1
+            lot.shape, self._place = shape, None
 
     def go_to(self, cargo: Cargo, lot: Lot, place: tuple[Sequence[int], Sequence[int], torch.dtype, int]) -> None:
         """The same for one tensor, which has elements and a place in a lot: size, stride, dtype, first byte."""

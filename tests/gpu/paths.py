@@ -1,4 +1,4 @@
-"""The two unfused paths of GroupedLinear on a GPU, how to ask for each, and the model that tests run on them."""
+"""The two unfused paths of GroupedLinear on a GPU, how to ask for each, the model that runs on them, and slow copies."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import transformer_engine.pytorch.ops.basic.grouped_linear as te_grouped_linear
 from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_offload import Outcome, StepRecord
+from te_offload.offload.transfer import CudaTransfer
 from te_offload.ops import te_adapter
 from tests.support.mlp import make_mlp, run
 
@@ -89,3 +90,16 @@ class Stack(torch.nn.Module):
         for layer in self.layers:
             x = layer(x, *rest)
         return x
+
+
+def slow_copies(monkeypatch: pytest.MonkeyPatch, cycles: int, *names: str) -> None:
+    """Have each copy, "copy_out" or "copy_back", begin so many cycles late on its stream: a missing wait is a wrong bit."""
+    for name in names:
+        copy, way = getattr(CudaTransfer, name), "_out" if name == "copy_out" else "_back"
+
+        def slow(self: CudaTransfer, pieces: Any, after: Any, copy: Any = copy, way: str = way) -> Any:
+            with torch.cuda.stream(getattr(self, way).stream):
+                torch.cuda._sleep(cycles)
+            return copy(self, pieces, after)
+
+        monkeypatch.setattr(CudaTransfer, name, slow)

@@ -14,8 +14,18 @@ import torch
 
 from te_offload import OffloadSession
 from te_offload.offload import cuda_queue
-from te_offload.offload.transfer import CudaTransfer
-from tests.gpu.paths import FORMATS, HIDDEN, SPLITS, Stack, came_back_or_never_left, choose_path, mlp, slot_bytes, step
+from tests.gpu.paths import (
+    FORMATS,
+    HIDDEN,
+    SPLITS,
+    Stack,
+    came_back_or_never_left,
+    choose_path,
+    mlp,
+    slot_bytes,
+    slow_copies,
+    step,
+)
 from tests.support.mlp import assert_same_bits, make_inputs
 
 pytestmark = pytest.mark.gpu
@@ -48,14 +58,7 @@ def test_copies_are_queued_by_compiled_code_or_without_a_compiler_by_torch(
 def test_copy_back_waits_for_its_copy_out_however_slow_that_is(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
     choose_path(monkeypatch, "split", fp8)
     expected = step(Stack(3), SPLITS["ragged"], fp8)
-    copy_out = CudaTransfer.copy_out
-
-    def slow(self: CudaTransfer, pieces: Any, after: Any) -> Any:
-        with torch.cuda.stream(self._out.stream):
-            torch.cuda._sleep(20_000_000)
-        return copy_out(self, pieces, after)
-
-    monkeypatch.setattr(CudaTransfer, "copy_out", slow)
+    slow_copies(monkeypatch, 20_000_000, "copy_out")
     model = Stack(3)
     with OffloadSession(model.layers, min_bytes=0, max_in_flight=0) as session, session.step():
         found = step(model, SPLITS["ragged"], fp8)
@@ -64,15 +67,8 @@ def test_copy_back_waits_for_its_copy_out_however_slow_that_is(monkeypatch: pyte
 
 
 def test_device_memory_is_not_reused_while_a_copy_out_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_out = CudaTransfer.copy_out
-
-    def slow_then_poison(self: CudaTransfer, pieces: Any, after: Any) -> Any:
-        with torch.cuda.stream(self._out.stream):
-            torch.cuda._sleep(5_000_000)
-        return copy_out(self, pieces, after)
-
     expected = step(Stack(4), SPLITS["ragged"], False)
-    monkeypatch.setattr(CudaTransfer, "copy_out", slow_then_poison)
+    slow_copies(monkeypatch, 5_000_000, "copy_out")
     model = Stack(4)
 
     def poison(*arguments: Any) -> None:
@@ -89,15 +85,8 @@ def test_device_memory_is_not_reused_while_a_copy_out_reads_it(monkeypatch: pyte
 
 @pytest.mark.usefixtures("copies_out_end")
 def test_host_memory_is_not_overwritten_while_a_copy_back_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_back = CudaTransfer.copy_back
-
-    def slow(self: CudaTransfer, pieces: Any, after: Any) -> Any:
-        with torch.cuda.stream(self._back.stream):
-            torch.cuda._sleep(20_000_000)
-        return copy_back(self, pieces, after)
-
     expected = [step(Stack(3), SPLITS["ragged"], False, seed=seed) for seed in range(4)]
-    monkeypatch.setattr(CudaTransfer, "copy_back", slow)
+    slow_copies(monkeypatch, 20_000_000, "copy_back")
     model, found = Stack(3), []
     with OffloadSession(model.layers, min_bytes=0) as session:
         for seed in range(4):  # no comparison in between: the host would wait for the copies
