@@ -30,6 +30,7 @@ from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
 from te_offload.ops import GroupedLinear, ScaledSReLU, ScaledTanhSReLU, row_check, te_adapter
 from te_offload.ops.slot_owner import SlotOwner
+from te_offload.slots import SaveState, SlotName
 
 SWITCH = "TE_OFFLOAD_FUSED_MLP"
 _ALIGNED = 8  # 16-bit elements in TMA's 16 bytes
@@ -248,6 +249,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             ctx1.te_offload_quantized = way, numbers
             wgrad1 = ctx1.weight_requires_grad = parameters.first_weight(fc1).requires_grad
             wgrad2 = ctx3.weight_requires_grad = parameters.first_weight(fc2).requires_grad
+            ctx1.te_offload_rebuilt = False
             ctx1.te_offload_versions = parameters.versions(fc1, fc2)
             self._save_linear(fc1, ctx1, (splits1, offsets1), (), x if wgrad1 else None, kwargs, 0)
         ctx1.te_offload_two_splits = offsets2 is not offsets1
@@ -262,7 +264,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if saves:
             ctx2.to_save = (act_input, scales)
             te_adapter.mark_activations(act_input)
-            _declare(activation, te_adapter.read_activation, ctx2)
+            if isinstance(activation, SlotOwner):
+                activation.declare_one(te_adapter.read_activation, ctx2, 0, name=SlotName.ACT_INPUT)
         wide = None if bias_scales is None else wide_scales(bias_scales)
         if numbers is not None:
             numbers.fc2(bias2, wide, y)
@@ -291,7 +294,9 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         ctx.dgrad_out = kwargs["basic_op_kwargs"][number].get(te_adapter.GROUPED_LINEAR_GRAD_INPUT_KEY)
         ctx.to_save = (*metadata, None, None, None, *bias_scales, x)
         te_adapter.mark_activations(x)
-        _declare(op, te_adapter.read_grouped_linear, ctx)
+        if isinstance(op, SlotOwner):
+            absent = SaveState.RECOMPUTED if ctx.te_offload_rebuilt else SaveState.NOT_SAVED
+            op.declare_one(te_adapter.read_grouped_linear, ctx, len(ctx.to_save) - 1, absent=absent)
 
     def _check(self, input_: torch.Tensor, splits1: Any, scales: Any, splits2: Any) -> None:
         fc1, activation, fc2 = self.basic_ops
@@ -438,11 +443,6 @@ def _multiply(
     accumulate: bool,
 ) -> None:
     kernels.wgrad(dy, x, offsets, out, accumulate=accumulate, order=order)
-
-
-def _declare(op: torch.nn.Module, read: Any, ctx: te_adapter.OperationContext) -> None:
-    if isinstance(op, SlotOwner):
-        op.declare(read, ctx)
 
 
 def _prepared(kernels: Kernels, fc1: Any, fc2: Any) -> tuple[Any, Any]:

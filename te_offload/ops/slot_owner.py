@@ -14,7 +14,7 @@ import torch
 
 from te_offload.errors import ArgumentTypeError
 from te_offload.ops import te_adapter
-from te_offload.slots import SavedSlot, SlotHandle, SlotObserver, Watch
+from te_offload.slots import SavedSlot, SaveState, SlotHandle, SlotName, SlotObserver, Watch
 
 Reader = Callable[..., te_adapter.Layout | None]  # `te_adapter.read_grouped_linear`, say
 
@@ -77,8 +77,39 @@ class SlotOwner:
             read: reads the context. ctx: of the forward.
         """
         observer, watch = self.follower()
+        if watch is not Watch.NOT:
+            self._declare_to(observer, watch, read, ctx)
+
+    def declare_one(
+        self,
+        read: Reader,
+        ctx: te_adapter.OperationContext,
+        place: int,
+        *,
+        name: SlotName | None = None,
+        absent: SaveState = SaveState.NOT_SAVED,
+    ) -> None:
+        """The same for a forward of te_offload's own, whose slot is at one place of what it saved, and nothing else there
+        may leave the device: where that is a plain tensor there is no layout to read.
+
+        Args:
+            read, ctx: as for `declare`. place: of the slot. name: as in `SavedSlot`. absent: what it says that nothing is
+                there.
+        """
+        observer, watch = self.follower()
         if watch is Watch.NOT:
             return
+        saved = ctx.to_save
+        assert saved is not None
+        if watch is Watch.TAKES and observer is not None and type(saved[place]) in (torch.Tensor, type(None)):
+            slot = te_adapter.slot_at(ctx, place, name, absent)
+            te_adapter.carry_tensor(ctx, place, self.hand_over(slot, observer))
+        else:
+            self._declare_to(observer, watch, read, ctx)
+
+    def _declare_to(
+        self, observer: SlotObserver | None, watch: Watch, read: Reader, ctx: te_adapter.OperationContext
+    ) -> None:
         layout = read(self, ctx, take=watch is Watch.TAKES)
         if layout is None:
             return

@@ -22,7 +22,7 @@ from te_offload.ops.te_adapter.blocks import (
     nvfp4_numbers,
     nvfp4_reference,
 )
-from te_offload.ops.te_adapter.carry import Layout, bring_carried, buffers_of
+from te_offload.ops.te_adapter.carry import Layout, bring_carried, buffers_of, carry_tensor, slot_at
 from te_offload.ops.te_adapter.fp8 import fp8_recipe_reason, fp8_scaling, fp8_weights, is_fp8_weight
 from te_offload.ops.te_adapter.fusion import (
     GROUPED_LINEAR_GRAD_INPUT_KEY,
@@ -95,6 +95,7 @@ __all__ = [
     "block_weights",
     "bring_carried",
     "buffers_of",
+    "carry_tensor",
     "columns_of",
     "cublaslt_version",
     "dims_reason",
@@ -138,6 +139,7 @@ __all__ = [
     "saved_tensor_hook_active",
     "saved_tensor_hook_owner",
     "shape_multiples",
+    "slot_at",
     "take_apart",
     "takes_grouped_path",
     "tanh_srelu_supported",

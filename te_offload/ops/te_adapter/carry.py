@@ -8,6 +8,7 @@ entry is what.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformer_engine.pytorch.tensor import GroupedTensorStorage
 from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
 from te_offload.errors import BackwardTwiceError, SavedTensorModifiedError
-from te_offload.slots import SavedSlot, SlotHandle
+from te_offload.slots import FORMATS, SavedSlot, SaveState, SlotHandle, SlotName
 
 Saved = Any  # torch.Tensor | QuantizedTensorStorage | GroupedTensorStorage | None: what a context's to_save may hold
 STORAGES = (QuantizedTensorStorage, GroupedTensorStorage)
@@ -176,15 +177,66 @@ class Layout:
             taken.buffers = ()
             entries[taken.places.start : taken.places.stop] = [None] * len(taken.places)
         kinds = {kind for kind in set(map(type, entries)) if issubclass(kind, torch.Tensor)}
-        tensors = [entry for entry in entries if type(entry) in kinds]
-        try:
-            versions = [tensor._version for tensor in tensors]
-        except RuntimeError:  # inference tensors have none
-            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-            versions = [tensor._version for tensor in tensors]
         self.slots = ()  # one of which refers to this layout
-        ctx.to_save = None
-        ctx.te_offload_carried = (entries, tensors, versions, self._taken)
+        _keep(ctx, entries, [entry for entry in entries if type(entry) in kinds], self._taken)
+
+
+class TakenTensor:
+    """The same as `Taken` for a slot that is one plain tensor, or none.
+
+    Attributes:
+        places: where it is among the saved entries. handle: stands for it; ``None``: there is none.
+    """
+
+    __slots__ = ("handle", "places")
+
+    def __init__(self, place: int, handle: SlotHandle | None) -> None:
+        self.places = range(place, place + 1)
+        self.handle = handle
+
+    def bring(self) -> list[torch.Tensor | None]:
+        """The entry, as it was saved."""
+        return [None] if self.handle is None else [*self.handle.take()]
+
+
+def slot_at(ctx: OperationContext, place: int, name: SlotName | None, absent: SaveState) -> SavedSlot:
+    """The slot of a forward of te_offload's own that saved plain tensors alone, all but one of which are exempt.
+
+    Args:
+        ctx: its context. place: of the slot's tensor, or of ``None``, among what it saved. name: as in `SavedSlot`.
+        absent: what ``None`` says.
+    """
+    saved = ctx.to_save
+    assert saved is not None
+    tensor = saved[place]
+    if tensor is None:
+        return SavedSlot(name, absent, (), (), functools.partial(_bytes_beside, saved, place))
+    kind = FORMATS.get(tensor.dtype, "")
+    return SavedSlot(name, SaveState.SAVED, (tensor,), (), functools.partial(_bytes_beside, saved, place), format=kind)
+
+
+def _bytes_beside(saved: Sequence[torch.Tensor | None], place: int) -> int:
+    return sum([entry.nbytes for number, entry in enumerate(saved) if number != place and entry is not None])
+
+
+def carry_tensor(ctx: OperationContext, place: int, handle: SlotHandle | None) -> None:
+    """`Layout.carry` for what `slot_at` read."""
+    entries = list(ctx.to_save or ())
+    entries[place] = None
+    _keep(ctx, entries, [entry for entry in entries if entry is not None], (TakenTensor(place, handle),))
+
+
+def _keep(
+    ctx: OperationContext, entries: list[Saved], tensors: list[torch.Tensor], taken: Sequence[Taken | TakenTensor]
+) -> None:
+    """Keep entries on the context, the tensors among them with their versions."""
+    try:
+        versions = [tensor._version for tensor in tensors]
+    except RuntimeError:  # inference tensors have none
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        versions = [tensor._version for tensor in tensors]
+    ctx.to_save = None
+    ctx.te_offload_carried = (entries, tensors, versions, taken)
 
 
 def bring_carried(op: torch.nn.Module, ctx: OperationContext) -> None:
@@ -216,7 +268,7 @@ class _Spent:
     Without it a second backward fails inside Transformer Engine, before any hook, by the name of a private attribute.
     """
 
-    def __init__(self, op: torch.nn.Module, slots: Sequence[Taken]) -> None:
+    def __init__(self, op: torch.nn.Module, slots: Sequence[Taken | TakenTensor]) -> None:
         self._what = next((taken.handle.name for taken in slots if taken.handle), type(op).__name__)
 
     def __iter__(self) -> Any:
