@@ -19,6 +19,8 @@ from te_offload.ops import te_adapter
 
 def wide_scales(scales: torch.Tensor) -> torch.Tensor:
     """Router scales, flat, in float32; in float64 where they are, on the CPU: the kernels read float32."""
+    if scales.dtype is torch.float32 and scales.dim() == 1:
+        return scales
     wider = scales.dtype is torch.float64 and not scales.is_cuda
     return scales.reshape(-1).to(torch.float64 if wider else torch.float32)
 
@@ -40,16 +42,17 @@ def weight_grads(
     kernels: Kernels,
     dy: torch.Tensor,
     multiply: Callable[[Any, bool], None],
+    *,
+    together: bool,
 ) -> list[torch.Tensor | None]:
     """Compute the weights' gradients, into ``main_grad`` where asked; one a weight parameter.
 
     Args:
         dy: of the op's output, of whose dtype new gradients are. multiply: computes them, and adds them if asked, to
-            what `Kernels.prepare` returns.
+            what `Kernels.prepare` returns. together: one tensor stands for all weights (`StandIns`).
     """
-    weights: Any = parameters.weight_parameters(op)
     if not ctx.weight_requires_grad:
-        return [None] * len(weights)
+        return [None] if together or op.single_grouped_weight else [None] * op.num_groups
     shape = (op.num_groups, op.out_features, op.in_features)
     empty = not dy.shape[0]
     if not op._accumulate_into_main_grad:
@@ -58,7 +61,8 @@ def weight_grads(
             packed.zero_()
         else:
             multiply(kernels.prepare(f"{name}'s gradient", packed), False)
-        return [packed] if op.single_grouped_weight else list(packed.unbind(0))
+        return [packed] if together or op.single_grouped_weight else list(packed.unbind(0))
+    weights: Any = parameters.weight_parameters(op)
     accumulate = te_adapter.accumulates_into_main_grad(weights[0])
     grads: Any = [te_adapter.main_grad_of(weight) for weight in weights]
     if op.single_grouped_weight:
@@ -74,4 +78,4 @@ def weight_grads(
             (torch._foreach_add_ if accumulate else torch._foreach_copy_)(list(grads), list(packed.unbind(0)))
     elif not accumulate:
         torch._foreach_zero_(list(grads))
-    return te_adapter.dummy_grads(weights)
+    return [dy.new_empty(())] if together else te_adapter.dummy_grads(weights)  # which it will give out

@@ -24,18 +24,18 @@ from te_offload.errors import ArgumentError, SavedTensorModifiedError
 from te_offload.fused import blackwell, machine, parameters, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.grads import bias_grads, weight_grads, wide_scales
+from te_offload.fused.judge import SWITCH as SWITCH
+from te_offload.fused.judge import Judged, in_torch_arithmetic, judge, weight_of
 from te_offload.fused.kernels.experts import TMA_BYTES
 from te_offload.fused.kernels.interface import Kernels, SquaredReLU, TileOrder
+from te_offload.fused.stand_ins import StandIns
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
 from te_offload.ops import GroupedLinear, ScaledSReLU, ScaledTanhSReLU, row_check, te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import SaveState, SlotName
 
-SWITCH = "TE_OFFLOAD_FUSED_MLP"
 _ALIGNED = 8  # 16-bit elements in TMA's 16 bytes
-_SPLIT_DTYPES = torch.int32, torch.int64
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def explain(window: Window, recipe: Any = None) -> Support:
@@ -117,7 +117,10 @@ class HopperGroupedMLP(te.ops.FusedOperation):
 
     def __init__(self, basic_ops: Sequence[torch.nn.Module]) -> None:
         super().__init__(basic_ops)
+        self._ops: tuple[Any, Any, Any] = tuple(basic_ops)  # type: ignore[assignment]  # quicker to ask than a ModuleList
         self._kernels: dict[tuple[bool, quantized.Way], Kernels] = {}  # on a GPU or not, for a module may move
+        self._stand_ins = [StandIns(bool(self._ops[place]._accumulate_into_main_grad)) for place in (0, 2)]
+        self._judged: Judged | None = None  # of the call that runs now
 
     def support(
         self, ctxs: Sequence[te_adapter.OperationContext], input_: torch.Tensor, extra_inputs: Sequence[Any]
@@ -128,74 +131,31 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             ctxs: of the three ops. input_: of FC1.
             extra_inputs: of each op: split sizes; router scales; split sizes.
         """
-        reason, _ = self._judge(quantized.way_of_call(), ctxs, input_, extra_inputs)
+        reason = judge(self._ops, [bool(ctx.requires_grad) for ctx in ctxs], input_, extra_inputs).reason
         return Support(True) if reason is None else Support(False, reason)
 
-    def _judge(
+    def stand_ins(
         self,
-        way: quantized.Way,
-        ctxs: Sequence[te_adapter.OperationContext],
-        input_: torch.Tensor,
-        extra_inputs: Sequence[Any],
-    ) -> tuple[str | None, list[Any]]:
-        """Why a call does not go a way, if it does not; and how both linears are scaled, if they are."""
-        scalings: list[Any] = [None, None]
-        if way != quantized.DENSE:
-            reference = _in_torch_arithmetic(input_)
-            scalings = [quantized.scaling_of(way, self.basic_ops[place], reference=reference) for place in (0, 2)]
-        return self._call_reason(way, scalings, ctxs, input_, extra_inputs), scalings
-
-    def _call_reason(
-        self,
-        way: quantized.Way,
-        scalings: Sequence[Any],
-        ctxs: Sequence[te_adapter.OperationContext],
-        input_: torch.Tensor,
-        extra_inputs: Sequence[Any],
-    ) -> str | None:
-        fc1, activation, fc2 = self.basic_ops
-        scales = extra_inputs[1][0]
-        right = scales.shape == input_.shape[:-1] and scales.device == input_.device and scales.is_floating_point()
-        if not right and not isinstance(activation, SlotOwner):  # ours raises its own error
-            return "the router scales are not one floating-point number a row, where the input is"
-        splits1, splits2 = extra_inputs[0][0], extra_inputs[2][0]
-        both = (splits1,) if splits2 is splits1 else (splits1, splits2)
-        for sizes in both:
-            if sizes.dtype not in _SPLIT_DTYPES:
-                return f"the split sizes are {sizes.dtype}"
-        if te_adapter.is_grouped_tensor(input_):
-            return "its input is a GroupedTensor"
-        if not ctxs[0].requires_grad == ctxs[1].requires_grad == ctxs[2].requires_grad:
-            return "a gradient is needed by some of its ops alone"
-        dtypes, device, on_gpu = [], input_.device, input_.is_cuda
-        for op, scaling in zip((fc1, fc2), scalings, strict=True):
-            if isinstance(scaling, str):
-                return scaling
-            weight = _weight_of(op, way)
-            if weight is None:
-                return "weights that are quantized, or no plain tensors"
-            dtype = weight.dtype
-            dtypes.append(dtype)
-            if te_adapter.is_distributed_weight(parameters.first_weight(op)):
-                return "distributed weights"
-            if weight.device != device:
-                return f"a weight is on {weight.device}, the input on {device}"
-            if dtype != _compute_dtype(weight):
-                return f"a weight is {dtype}, autocast asks for {_compute_dtype(weight)}"
-        if dtypes[0] != dtypes[1]:
-            return f"FC1's weights are {dtypes[0]}, FC2's {dtypes[1]}"
-        for op in (fc1, fc2):
-            if op._accumulate_into_main_grad:
-                dtype = te_adapter.main_grad_of(parameters.first_weight(op)).dtype  # an error here if there is none
-                if on_gpu and dtype not in (*_DTYPES, torch.float32):
-                    return f"main_grad is {dtype}"
-        if on_gpu:
-            if dtypes[0] not in _DTYPES:
-                return f"there are no kernels for {dtypes[0]}"
-            for sizes in both:
-                if not sizes.is_cuda:
-                    return "the split sizes are on the CPU"
-        return None
+        input_: torch.Tensor | None,
+        extra_inputs: Sequence[Sequence[torch.Tensor | None]],
+        params: Sequence[list[torch.nn.Parameter]],
+        requires_grad: Sequence[bool],
+    ) -> Sequence[Sequence[torch.Tensor]] | None:
+        """See `te_adapter.TakesStandIns`. It also judges the call, since the ops one by one take their parameters."""
+        self._judged = None
+        if input_ is None or True in [tensor is None for those in extra_inputs for tensor in those]:
+            return None
+        judged = self._judged = judge(self._ops, requires_grad, input_, extra_inputs)
+        if judged.reason is not None or not requires_grad[0]:
+            return None
+        passed: list[Sequence[torch.Tensor]] = list(params)
+        for number, (place, known) in enumerate(zip((0, 2), self._stand_ins, strict=True)):
+            op = self._ops[place]
+            if not op.single_grouped_weight and not (op.has_bias and op.single_grouped_bias):
+                found = known.of(params[place], op.num_groups)
+                if found is not None:
+                    passed[place], judged.stand_ins[number] = found, True
+        return passed
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
@@ -209,12 +169,15 @@ class HopperGroupedMLP(te.ops.FusedOperation):
                 a GPU that do not begin at multiples of 16 bytes, which neither our kernels nor cuBLAS can read; on the CPU
                 also split sizes that do not sum to the tokens.
         """
-        fc1, activation, fc2 = self.basic_ops
+        fc1, activation, fc2 = self._ops
         ctx1, ctx2, ctx3 = basic_op_ctxs
         extra_inputs = kwargs["basic_op_extra_inputs"]
-        way = quantized.way_of_call()
-        reason, scalings = self._judge(way, basic_op_ctxs, input_, extra_inputs)
+        judged, self._judged = self._judged, None
+        if judged is None:
+            judged = judge(self._ops, [bool(ctx.requires_grad) for ctx in basic_op_ctxs], input_, extra_inputs)
+        way, reason, scalings = judged.way, judged.reason, judged.scalings
         ctx1.te_offload_fused = reason is None
+        ctx1.te_offload_stand_ins = judged.stand_ins
         calls = calls_of(fc1)
         if reason is not None:
             calls.handed_over += 1
@@ -226,17 +189,19 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         for op, splits in ((fc1, splits1), (fc2, splits2)):  # of which no kernel reads more than there are rows
             row_check.note(op, splits, input_.shape[:-1].numel())
         kernels = self._kernels_for(input_, way)
-        weight = _weight_of(fc1, way)
+        weight = weight_of(fc1, way)
         assert weight is not None
         dtype = weight.dtype
         bias1, bias2 = parameters.bias(fc1, dtype), parameters.bias(fc2, dtype)
         bias_scales = extra_inputs[2][1] if fc2._scale_bias else None
         x = _readable(te_adapter.maybe_dequantize(input_, dtype), fc1.in_features)
+        if x is input_:
+            x = x.detach()  # the caller's may carry marks, and its graph
         flat_scales = wide_scales(scales)
         shape = [*input_.shape[:-1], fc2.out_features]
         buffer = kwargs["basic_op_kwargs"][2].get(te_adapter.GROUPED_LINEAR_OUTPUT_KEY)
         out = te_adapter.validate_or_alloc_output(buffer, shape, dtype, input_.device)
-        y = out.view(-1, fc2.out_features)
+        y = _rows(out)
         offsets1 = kernels.offsets(splits1, y)
         offsets2 = offsets1 if splits2 is splits1 else kernels.offsets(splits2, y)
 
@@ -299,7 +264,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             op.declare_one(te_adapter.read_grouped_linear, ctx, len(ctx.to_save) - 1, absent=absent)
 
     def _check(self, input_: torch.Tensor, splits1: Any, scales: Any, splits2: Any) -> None:
-        fc1, activation, fc2 = self.basic_ops
+        fc1, activation, fc2 = self._ops
         if input_.shape[-1] != fc1.in_features:
             raise ArgumentError(f"FC1: its input has {input_.shape[-1]} columns, but in_features={fc1.in_features}.")
         for name, op, splits in (("FC1", fc1, splits1), ("FC2", fc2, splits2)):
@@ -318,7 +283,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
     def _forward_one_by_one(
         self, ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, Any]:
-        ops = list(self.basic_ops)
+        ops = list(self._ops)
         before = [kwargs["prev_op_grad_output_quantizer"], *(op.get_grad_output_quantizer() for op in ops[:-1])]
         after = [*(op.get_input_quantizer() for op in ops[1:]), kwargs["next_op_input_quantizer"]]
         x, extra_outputs = input_, []
@@ -343,7 +308,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         ctx1, ctx2, ctx3 = basic_op_ctxs
         if not ctx1.te_offload_fused:
             return self._backward_one_by_one(basic_op_ctxs, grad_output, **kwargs)
-        fc1, activation, fc2 = self.basic_ops
+        fc1, activation, fc2 = self._ops
         if parameters.versions(fc1, fc2) != ctx1.te_offload_versions:
             raise SavedTensorModifiedError(
                 f"{type(fc1).__name__}: a weight was written to in place between the forward and its backward, so "
@@ -369,7 +334,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             multiply = functools.partial(_multiply, kernels, dy, fc2_input, offsets2, orders[0])
             del fc2_input
         ctx2.saved_tensors = act_input = None  # the session, or the allocator, may have its memory now
-        grads2 = weight_grads("FC2", fc2, ctx3, kernels, dy, multiply)
+        together1, together2 = ctx1.te_offload_stand_ins
+        grads2 = weight_grads("FC2", fc2, ctx3, kernels, dy, multiply, together=together2)
         del multiply
         dbias2, dbias_scales = bias_grads(fc2, kernels, dy, bias_scales, offsets2)
 
@@ -379,16 +345,20 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             kernels.clear(offsets2, dact_input)
         shape = [*grad_output.shape[:-1], fc1.in_features]
         grad_input = te_adapter.validate_or_alloc_output(ctx1.dgrad_out, shape, dtype, dy.device)
-        dx = grad_input.view(-1, fc1.in_features)
+        dx = _rows(grad_input)
         if numbers is not None:
             numbers.fc1_dgrad(dact_input, dx, wgrad=ctx1.weight_requires_grad)
             multiply = functools.partial(numbers.fc1_wgrad, x)
         else:
             kernels.fc1_dgrad(dact_input, weights1, offsets1, dx)
             multiply = functools.partial(_multiply, kernels, dact_input, x, offsets1, orders[1])
-        grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply)
+        grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply, together=together1)
         dbias1, _ = bias_grads(fc1, kernels, dact_input, None, offsets1)
-        params = [parameters.in_order(fc1, grads1, dbias1), [], parameters.in_order(fc2, grads2, dbias2)]
+        params = [
+            parameters.in_order(fc1, grads1, dbias1, together=together1),
+            [],
+            parameters.in_order(fc2, grads2, dbias2, together=together2),
+        ]
         extra: tuple[torch.Tensor | None, ...] = (None,)
         if bias_scales is not None and dbias_scales is not None:
             extra = (None, dbias_scales.reshape(bias_scales.shape).to(bias_scales.dtype))
@@ -400,7 +370,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         dy: torch.Tensor | None = grad_output
         grads: list[Any] = []
         extras: list[Any] = []
-        for op, ctx in zip(reversed(self.basic_ops), reversed(ctxs), strict=True):
+        for op, ctx in zip(reversed(self._ops), reversed(ctxs), strict=True):
             if not ctx.requires_grad:
                 dy = None
                 grads.insert(0, None)
@@ -415,22 +385,10 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         key = tensor.is_cuda, way
         kernels = self._kernels.get(key)
         if kernels is None:
-            reference = _in_torch_arithmetic(tensor)
+            reference = in_torch_arithmetic(tensor)
             activation = SquaredReLU(getattr(self.basic_ops[1], "tanh_clamp_scale", None))
             kernels = self._kernels[key] = quantized.make_kernels(way, activation, reference=reference)
         return kernels
-
-
-def _in_torch_arithmetic(tensor: torch.Tensor) -> bool:
-    return not tensor.is_cuda or os.environ.get(SWITCH) == "reference"
-
-
-def _weight_of(op: Any, way: quantized.Way) -> torch.Tensor | None:
-    """A tensor of the weights' dtype and device; ``None`` if they are neither dense nor, where that goes, FP8. All of an op
-    are of one kind: Transformer Engine says so before each forward.
-    """
-    weight = parameters.first_weight(op)
-    return weight if quantized.takes_as_it_lies(way, weight) else parameters.dense_weight(op)
 
 
 def _multiply(
@@ -451,18 +409,19 @@ def _prepared(kernels: Kernels, fc1: Any, fc2: Any) -> tuple[Any, Any]:
     )
 
 
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
+
+
 def _readable(tensor: torch.Tensor, columns: int) -> torch.Tensor:
     """Rows of so many columns, where TMA can read them."""
-    rows = tensor.reshape(-1, columns).contiguous()
+    rows = tensor if tensor.dim() == 2 else tensor.reshape(-1, columns)
+    rows = rows.contiguous()
     return rows.clone() if rows.data_ptr() % TMA_BYTES else rows
-
-
-def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
-    device = "cuda" if weight.is_cuda else weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 @functools.cache
 def register() -> None:
     """Put the fusion function before Transformer Engine's own. Does nothing the second time."""
     te_adapter.register_joint_fusion(fuse_windows)
+    te_adapter.use_stand_ins()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+_VERSION = operator.attrgetter("_version")
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
@@ -67,18 +68,22 @@ def bias(op: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 def versions(*ops: Any) -> list[int]:
     """In-place versions of all parameters."""
-    found = []
+    found: list[int] = []
     for op in ops:
-        found += [weight._version for weight in weight_parameters(op)]
+        found += map(_VERSION, weight_parameters(op))
         if op.has_bias:
-            found += [bias._version for bias in _of_each_expert(op, "bias", together=op.single_grouped_bias)]
+            found += map(_VERSION, _of_each_expert(op, "bias", together=op.single_grouped_bias))
     return found
 
 
-def in_order(op: Any, weights: list[torch.Tensor | None], biases: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Gradients in the order in which the op's parameters are registered."""
+def in_order(
+    op: Any, weights: list[torch.Tensor | None], biases: torch.Tensor | None, *, together: bool
+) -> list[torch.Tensor | None]:
+    """Gradients in the order in which the op's parameters are registered; or those of their stand-ins, ``together``."""
     if biases is None:
         return weights
+    if together:
+        return [*weights, biases]
     if op.single_grouped_bias:
         return [*weights, biases]
     apart = list(biases.unbind(0))

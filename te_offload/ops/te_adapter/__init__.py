@@ -28,6 +28,7 @@ from te_offload.ops.te_adapter.fusion import (
     GROUPED_LINEAR_GRAD_INPUT_KEY,
     GROUPED_LINEAR_OUTPUT_KEY,
     FusionFunction,
+    TakesStandIns,
     accumulates_into_main_grad,
     active_recipe,
     cublaslt_version,
@@ -51,6 +52,7 @@ from te_offload.ops.te_adapter.fusion import (
     takes_grouped_path,
     tanh_srelu_supported,
     unfused_reason,
+    use_stand_ins,
 )
 from te_offload.ops.te_adapter.layouts import (
     RELEASES,
@@ -87,6 +89,7 @@ __all__ = [
     "OffloadSwitch",
     "OperationContext",
     "Release",
+    "TakesStandIns",
     "accumulates_into_main_grad",
     "active_recipe",
     "any_marked_not_offload",
@@ -144,6 +147,7 @@ __all__ = [
     "takes_grouped_path",
     "tanh_srelu_supported",
     "unfused_reason",
+    "use_stand_ins",
     "validate_or_alloc_output",
     "view_main_grad_as_grouped_buffer",
 ]

@@ -6,9 +6,11 @@ not: know saved layouts.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformer_engine.pytorch as te
@@ -206,3 +208,69 @@ def register_joint_fusion(function: FusionFunction) -> None:
     functions = OperationFuser.forward_backward_fusion_functions
     if function not in functions:
         te.ops.register_forward_backward_fusion(function, prepend=True)
+
+
+class TakesStandIns(Protocol):
+    """A joint fused op that can do without having all parameters of its basic ops passed through autograd."""
+
+    def stand_ins(
+        self,
+        input_: torch.Tensor | None,
+        extra_inputs: Sequence[Sequence[torch.Tensor | None]],
+        params: Sequence[list[torch.nn.Parameter]],
+        requires_grad: Sequence[bool],
+    ) -> Sequence[Sequence[torch.Tensor]] | None:
+        """What passes instead in the forward that follows at once, for each basic op; of as many tensors its backward gives
+        gradients. ``None``: the parameters do.
+
+        Args:
+            input_: of its first basic op. extra_inputs, params, requires_grad: of each basic op. Of inputs ``None`` stands
+                for what an op before it will make.
+        """
+
+
+@functools.cache
+def use_stand_ins() -> None:
+    """Have Transformer Engine's pipelines ask a fused op that has ``stand_ins`` for them, in each call. Does nothing the
+    second time, and nothing to pipelines without such an op.
+    """
+    fuse, call = OperationFuser.maybe_fuse_ops, OperationFuser.__call__
+
+    @functools.wraps(fuse)
+    def maybe_fuse_ops(
+        fuser: Any,
+        is_grad_enabled: bool,
+        recipe: Any,
+        input_: torch.Tensor,
+        extra_inputs: Sequence[Sequence[torch.Tensor | None]],
+    ) -> None:
+        fuse(fuser, is_grad_enabled, recipe, input_, extra_inputs)
+        passed: list[Sequence[torch.Tensor]] | None = None
+        for op, places in fuser._forward_ops:
+            if hasattr(op, "stand_ins"):
+                found = op.stand_ins(
+                    None if places[0] else input_,
+                    [extra_inputs[place] for place in places],
+                    [fuser._basic_op_params[place] for place in places],
+                    [place >= fuser.first_op_requiring_backward for place in places],
+                )
+                if found is not None:
+                    passed = passed or list(fuser._basic_op_params)
+                    for place, tensors in zip(places, found, strict=True):
+                        passed[place] = tensors
+        if passed is not None:
+            fuser._te_offload_params = fuser._basic_op_num_params, fuser._flat_basic_op_params
+            fuser._basic_op_num_params = list(map(len, passed))
+            fuser._flat_basic_op_params = list(itertools.chain.from_iterable(passed))
+
+    @functools.wraps(call)
+    def call_and_put_back(fuser: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(fuser, *args, **kwargs)
+        finally:
+            own = fuser.__dict__.pop("_te_offload_params", None)
+            if own is not None:
+                fuser._basic_op_num_params, fuser._flat_basic_op_params = own
+
+    OperationFuser.maybe_fuse_ops = maybe_fuse_ops
+    OperationFuser.__call__ = call_and_put_back
