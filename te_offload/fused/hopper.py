@@ -119,7 +119,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         super().__init__(basic_ops)
         self._ops: tuple[Any, Any, Any] = tuple(basic_ops)  # type: ignore[assignment]  # quicker to ask than a ModuleList
         self._kernels: dict[tuple[bool, quantized.Way], Kernels] = {}  # on a GPU or not, for a module may move
-        self._stand_ins = [StandIns(bool(self._ops[place]._accumulate_into_main_grad)) for place in (0, 2)]
+        self._stand_ins = StandIns(), StandIns()
         self._judged: Judged | None = None  # of the call that runs now
 
     def support(
@@ -152,7 +152,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         for number, (place, known) in enumerate(zip((0, 2), self._stand_ins, strict=True)):
             op = self._ops[place]
             if not op.single_grouped_weight and not (op.has_bias and op.single_grouped_bias):
-                found = known.of(params[place], op.num_groups)
+                found = known.of(params[place], op.num_groups, into_main_grad=bool(op._accumulate_into_main_grad))
                 if found is not None:
                     passed[place], judged.stand_ins[number] = found, True
         return passed

@@ -45,28 +45,26 @@ class _StandsFor(torch.autograd.Function):
 
 
 class StandIns:
-    """Those of one op. A copy has none yet.
+    """Those of one op. A copy has none yet."""
 
-    Args:
-        into_main_grad: the op writes its weights' gradients there, and their own are dummies.
-    """
-
-    def __init__(self, into_main_grad: bool) -> None:
-        self._into_main_grad = into_main_grad
+    def __init__(self) -> None:
         self._made_for: tuple[Any, ...] | None = None
         self._found: list[torch.Tensor] = []
 
     def __deepcopy__(self, memo: Any) -> StandIns:
-        return StandIns(self._into_main_grad)
+        return StandIns()
 
     def __reduce__(self) -> Any:
-        return StandIns, (self._into_main_grad,)
+        return StandIns, ()
 
-    def of(self, params: Sequence[torch.nn.Parameter], experts: int) -> list[torch.Tensor] | None:
+    def of(
+        self, params: Sequence[torch.nn.Parameter], experts: int, *, into_main_grad: bool
+    ) -> list[torch.Tensor] | None:
         """For a forward that runs now; ``None`` where parameters pass as well themselves.
 
         Args:
             params: the weights of all experts; then the biases, if there are any. experts: their number.
+            into_main_grad: the op writes its weights' gradients there, and their own are dummies.
         """
         if experts == 1 or len(params) % experts or len(params) < experts:
             return None
@@ -75,14 +73,14 @@ class StandIns:
         if first.is_cuda:
             stream = torch._C._cuda_getCurrentRawStream(first.device.index)
             capturing = torch.cuda.is_current_stream_capturing()
-        made_for = (params, stream, first.dtype, first.device, list(map(_REQUIRES_GRAD, params)))
+        made_for = params, stream, into_main_grad, first.dtype, first.device, list(map(_REQUIRES_GRAD, params))
         known = self._made_for
         if known is not None and known[0] is params and known[1:] == made_for[1:] and not capturing:
             return self._found
         self._found, self._made_for = [], None  # and with them the nodes of the parameters, if nobody else holds those
         if not _PLAIN.issuperset(map(type, params)):
             return None
-        found = [self._make(self._into_main_grad, params[:experts])]
+        found = [self._make(into_main_grad, params[:experts])]
         found += [self._make(False, params[at : at + experts]) for at in range(experts, len(params), experts)]
         if not capturing:  # what is made in a capture has memory of the graph
             self._found, self._made_for = found, made_for

@@ -35,7 +35,7 @@ def mlp(**options: Any) -> te.ops.Sequential:
 def themselves(step: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """What a step gives where parameters pass autograd themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StandIns, "of", lambda *_: None)
+        patch.setattr(StandIns, "of", lambda *_, **__: None)
         return step()
 
 

@@ -49,7 +49,7 @@ def expected(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     monkeypatch.setenv(hopper.SWITCH, "1")
     trained = Trained()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StandIns, "of", lambda *_: None)
+        patch.setattr(StandIns, "of", lambda *_, **__: None)
         trained.step()
     assert [fusion.fused for fusion in fusions_in(trained.module)] == [1]
     return trained.results()
