@@ -28,7 +28,7 @@ from te_offload.fused.judge import SWITCH as SWITCH
 from te_offload.fused.judge import Judged, in_torch_arithmetic, judge, weight_of
 from te_offload.fused.kernels.experts import TMA_BYTES
 from te_offload.fused.kernels.interface import Kernels, SquaredReLU, TileOrder
-from te_offload.fused.stand_ins import StandIns
+from te_offload.fused.stand_ins import stand_ins_of
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
 from te_offload.ops import GroupedLinear, ScaledSReLU, ScaledTanhSReLU, row_check, te_adapter
@@ -119,7 +119,6 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         super().__init__(basic_ops)
         self._ops: tuple[Any, Any, Any] = tuple(basic_ops)  # type: ignore[assignment]  # quicker to ask than a ModuleList
         self._kernels: dict[tuple[bool, quantized.Way], Kernels] = {}  # on a GPU or not, for a module may move
-        self._stand_ins = StandIns(), StandIns()
         self._judged: Judged | None = None  # of the call that runs now
 
     def support(
@@ -149,10 +148,11 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if judged.reason is not None or not requires_grad[0]:
             return None
         passed: list[Sequence[torch.Tensor]] = list(params)
-        for number, (place, known) in enumerate(zip((0, 2), self._stand_ins, strict=True)):
+        for number, place in enumerate((0, 2)):
             op = self._ops[place]
             if not op.single_grouped_weight and not (op.has_bias and op.single_grouped_bias):
-                found = known.of(params[place], op.num_groups, into_main_grad=bool(op._accumulate_into_main_grad))
+                into_main_grad = bool(op._accumulate_into_main_grad)
+                found = stand_ins_of(op).of(params[place], op.num_groups, into_main_grad=into_main_grad)
                 if found is not None:
                     passed[place], judged.stand_ins[number] = found, True
         return passed
