@@ -197,6 +197,9 @@ def test_op_whose_weights_are_all_frozen_gives_none_of_them_a_gradient() -> None
         found = run(module, SPLITS)
         assert not [name for name in found if name.startswith("0.")]
         assert_same_bits({name: each for name, each in expected.items() if name in found}, found)
+    module.requires_grad_(True)
+    module.zero_grad()
+    assert_same_bits(expected, run(module, SPLITS))
 
 
 def test_copies_and_pickles_of_a_module_that_ran_train_by_themselves() -> None:
