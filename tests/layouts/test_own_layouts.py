@@ -11,9 +11,11 @@ from transformer_engine.pytorch.ops.op import OperationContext
 
 from te_offload import ops
 from te_offload.errors import SavedTensorModifiedError
+from te_offload.fused import hopper
 from te_offload.ops import te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import SavedSlot, SaveState, SlotName, SlotObserver, Watch
+from tests.support.mlp import make_inputs, make_mlp
 
 EXPERTS, TOKENS, HIDDEN = 3, 8, 16
 
@@ -152,3 +154,19 @@ def test_slot_of_another_kind_is_left_to_the_reader() -> None:
     case.op.observe_slot(taker)
     case.op.declare_one(read, ctx, 0, name=SlotName.ACT_INPUT)
     assert asked == [True] and not taker.saved and ctx.to_save is not None
+
+
+def test_fused_forward_names_its_activation_and_says_what_its_backward_rebuilds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "reference")
+    module, taker = make_mlp(), Taker()
+    for op in module:
+        op.observe_slot(taker)
+    x, sizes, scales = make_inputs((3, 0, 5))
+    module(x, sizes, scales, sizes)
+    assert [(saved.name, saved.state) for saved in taker.saved] == [
+        (None, SaveState.SAVED),
+        (SlotName.ACT_INPUT, SaveState.SAVED),
+        (None, SaveState.RECOMPUTED),
+    ]
