@@ -11,8 +11,10 @@ hooks (``region``: a buffer each). The time of a slot is the difference between 
 three; that of a layer is the rest. In each round all layers take their turns, with a session and without, and a difference
 is of one round; medians over the rounds, in microseconds of the host for forward and backward together.
 
-One more row is ``a whole layer``, as models have them: what a transformer layer saves in six regions, some of whose tensors
-are other regions' too, and in two ops' slots, with the parameters of 64 experts in it. Its time is that of all of it.
+Two more rows are of layers as models have them, and of all that a session adds to one. ``a whole layer``: what a
+transformer layer saves in six regions, some of whose tensors are other regions' too, and in two ops' slots, with the
+parameters of 64 experts in it. ``a fused grouped MLP``: a Sequential of 64 experts that runs fused, with Transformer Engine
+around it; what its forward and backward take the host without a session stands beside it.
 
 On a GPU two rows stand beside ours. One is Transformer Engine's context, with host memory that it keeps (else it asks for
 some for each tensor), around the same layers, in one round with a session's: it takes tensors through the hooks that a
@@ -28,6 +30,7 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import statistics
 import time
 import warnings
@@ -38,7 +41,8 @@ from typing import Any, Protocol
 import torch
 import transformer_engine.pytorch as te
 
-from te_offload import OffloadSession
+from te_offload import OffloadSession, ops
+from te_offload.fused import fusions_in, hopper
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import SavedSlot, SaveState, Watch
 
@@ -147,6 +151,25 @@ class WholeLayer(torch.nn.Module):
         return x
 
 
+class FusedMLP(torch.nn.Module):
+    """A small grouped MLP of 64 experts, which runs fused: two slots."""
+
+    TOKENS, WIDTH = 512, 64
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
+        linears = [ops.GroupedLinear(TENSORS, self.WIDTH, self.WIDTH, **options) for _ in range(2)]
+        self.mlp = te.ops.Sequential(linears[0], ops.ScaledSReLU(), linears[1])
+        self.sizes = torch.full((TENSORS,), self.TOKENS // TENSORS, device=device)
+        self.scales = torch.ones(self.TOKENS, device=device)
+        self.session: OffloadSession | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.mlp(x, self.sizes, self.scales, self.sizes)
+        return y
+
+
 def run(
     layers: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, session: OffloadSession | None
 ) -> float:
@@ -206,20 +229,22 @@ class SessionCase:
 
     Args:
         layers: which. device: theirs. min_bytes: of the session: 0, or more than they save.
-        spacers: held as long.
+        spacers: held as long. x: the first one's input.
     """
 
     def __init__(
         self,
-        layers: Sequence[Layer | WholeLayer],
+        layers: Sequence[Layer | WholeLayer | FusedMLP],
         device: torch.device,
         min_bytes: int,
         spacers: list[torch.Tensor] | None = None,
+        x: torch.Tensor | None = None,
     ) -> None:
         self._spacers = spacers
         self._layers = layers
-        self._x = torch.zeros(1, device=device, requires_grad=True)
+        self._x = torch.zeros(1, device=device, requires_grad=True) if x is None else x
         self._goes = min_bytes == 0
+        self.without = 0.0  # in the last round
         self.session = OffloadSession(self._layers, min_bytes=min_bytes, max_in_flight="16GiB")
 
     @classmethod
@@ -245,7 +270,7 @@ class SessionCase:
     def added(self) -> float:
         """See `Case.added`."""
         self._let(None)
-        without = run(self._layers, self._x, None)
+        without = self.without = run(self._layers, self._x, None)
         self._let(self.session)
         with self.session.step():
             with_session = run(self._layers, self._x, self.session)
@@ -255,6 +280,7 @@ class SessionCase:
     def _let(self, session: OffloadSession | None) -> None:
         for layer in self._layers:
             layer.session = session
+            layer.zero_grad()  # else a second backward adds, which takes the host longer
         _sync(self._x.device)
 
     def close(self) -> None:
@@ -363,6 +389,24 @@ def whole_layer(device: torch.device, rounds: int) -> float:
     return statistics.median(times)
 
 
+def fused_mlp(device: torch.device, rounds: int) -> tuple[float, float]:
+    """Microseconds that a session adds to a `FusedMLP`, and those of one without."""
+    x = torch.randn(FusedMLP.TOKENS, FusedMLP.WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+    layers = [FusedMLP(device) for _ in range(LAYERS)]
+    case = SessionCase(layers, device, 0, x=x)
+    case.added()  # kernels are compiled
+    gc.collect()
+    gc.disable()
+    times = []
+    for _ in range(rounds):
+        times.append((case.added(), case.without))
+    gc.enable()
+    case.close()
+    assert all(fusion.fused and not fusion.handed_over for layer in layers for fusion in fusions_in(layer))
+    added, without = zip(*times[4:], strict=True)
+    return statistics.median(added), statistics.median(without)
+
+
 def bare_calls(device: torch.device, nbytes: int, rounds: int) -> float:
     """Microseconds of the host for one tensor out and back by torch's own calls, and nothing around them."""
     tensors = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(LAYERS)]
@@ -409,6 +453,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
+    if device.type != "cuda":
+        os.environ.setdefault(hopper.SWITCH, "reference")
     place = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
     rows = []
     for regions in (False, True):
@@ -423,6 +469,7 @@ def main() -> None:
             kibibytes = max(arguments.nbytes, SMALLEST) >> 10
             rows.append({"slot": name.format(kibibytes), "fate": "offloaded", **row})
     whole = whole_layer(device, arguments.rounds)
+    fused, unattended = fused_mlp(device, arguments.rounds)
     bare = bare_calls(device, arguments.nbytes, arguments.rounds) if device.type == "cuda" else None
     print(f"Host time that a session adds, {place}, torch {torch.__version__}; us, forward and backward together\n")
     print("| slots | fate | a slot of one tensor | each further tensor | a layer, beside its slots |")
@@ -431,10 +478,12 @@ def main() -> None:
         cells = [f"{row[name]:.1f}" for name in ("us_per_slot", "us_per_further_tensor", "us_per_layer")]
         print(f"| {row['slot']} | {row['fate']} | {' | '.join(cells)} |")
     print(f"| a whole layer: 6 regions, 2 ops, 17 tensors, 128 parameters | offloaded | | | {whole:.1f} |")
+    print(f"| a fused grouped MLP: 2 ops' slots ({unattended:.0f} without a session) | offloaded | | | {fused:.1f} |")
     if bare is not None:
         print(f"| torch's calls alone | a copy out and back | {bare:.1f} | | |")
     if arguments.json:
-        result = {"schema": "3.2", "place": place, "rows": rows, "whole_layer_us": whole, "bare_us": bare}
+        result = {"schema": "3.3", "place": place, "rows": rows, "whole_layer_us": whole, "bare_us": bare}
+        result |= {"fused_mlp_us": fused, "fused_mlp_without_us": unattended}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
