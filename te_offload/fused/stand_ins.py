@@ -5,9 +5,9 @@ costs the host a microsecond. Keeps true: gradients reach the very nodes of the 
 (hooks, `torch.autograd.grad` and who follows the graph see the same), right after the op's backward; a stand-in has no
 memory but one number's. Does not: compute gradients.
 
-A stand-in is made once and used by one forward after the other, until a parameter is another kind of tensor, or needs a
-gradient where it did not, or work goes to another stream: autograd's node of a parameter is tied to the stream on which it
-was made, and would drag it into a CUDA graph that is captured later.
+A stand-in is made once and used by one forward after the other, until a parameter is another tensor, or one of another
+kind, or needs a gradient where it did not, or work goes to another stream: autograd's node of a parameter is tied to the
+stream on which it was made, and would drag it into a CUDA graph that is captured later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from te_offload.ops import te_adapter
 
 _AT_ONCE = 2**64 - 1  # a node's place in the queue of a backward: that of the parameters' own nodes
 _PLAIN = frozenset((torch.nn.Parameter, torch.Tensor))
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_REQUIRES_GRAD, _IDENTITY = map(operator.attrgetter, ("requires_grad", "_cdata"))
 
 
 class _StandsFor(torch.autograd.Function):
@@ -85,7 +85,8 @@ class StandIns:
         if first.is_cuda:
             stream = torch._C._cuda_getCurrentRawStream(first.device.index)
             capturing = torch.cuda.is_current_stream_capturing()
-        made_for = params, stream, into_main_grad, first.dtype, first.device, list(map(_REQUIRES_GRAD, params))
+        kinds = into_main_grad, first.dtype, first.device, list(map(_REQUIRES_GRAD, params))
+        made_for = params, stream, kinds, list(map(_IDENTITY, params))  # which `torch.utils.swap_tensors` changes
         known = self._made_for
         if known is not None and known[0] is params and known[1:] == made_for[1:] and not capturing:
             return self._found

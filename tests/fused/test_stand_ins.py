@@ -202,6 +202,16 @@ def test_op_whose_weights_are_all_frozen_gives_none_of_them_a_gradient() -> None
     assert_same_bits(expected, run(module, SPLITS))
 
 
+def test_weights_that_are_swapped_for_others_between_steps_get_the_gradients() -> None:
+    """As load_state_dict does under `torch.__future__.set_swap_module_params_on_conversion`."""
+    module = mlp()
+    expected = run(module, SPLITS)
+    module.zero_grad()
+    for weight in module.parameters():
+        torch.utils.swap_tensors(weight, torch.nn.Parameter(weight.detach().clone()))
+    assert_same_bits(expected, run(module, SPLITS))
+
+
 def test_copies_and_pickles_of_a_module_that_ran_train_by_themselves() -> None:
     module = mlp()
     expected = run(module, SPLITS)
