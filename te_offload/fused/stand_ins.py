@@ -44,14 +44,11 @@ class _StandsFor(torch.autograd.Function):
         return None, *(grad.unbind(0) if ctx.params is None else te_adapter.dummy_grads(ctx.params))
 
 
-_STAND_INS = "_te_offload_stand_ins"
-
-
 def stand_ins_of(op: torch.nn.Module) -> StandIns:
     """An op's, in whichever pipeline it runs: two that hold the parameters' nodes would tie those to two streams."""
-    known = op.__dict__.get(_STAND_INS)
+    known = op.__dict__.get(te_adapter.STAND_INS)
     if known is None:
-        known = op.__dict__[_STAND_INS] = StandIns()
+        known = op.__dict__[te_adapter.STAND_INS] = StandIns()
     found: StandIns = known
     return found
 

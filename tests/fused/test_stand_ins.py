@@ -346,6 +346,37 @@ def test_call_that_is_handed_over_though_all_ops_need_a_backward_takes_parameter
     assert_same_bits(step()[1], found)
 
 
+def nodes_alive(module: te.ops.Sequential) -> int:
+    """Parameters of which autograd's node is alive: it holds its parameter."""
+    return sum(parameter._use_count() > 1 for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("how", ["handed over", "another pipeline, op by op"])
+def test_forward_whose_parameters_pass_themselves_leaves_no_node_of_them_behind(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the capture of a CUDA graph, on another stream than the steps before it."""
+    module = mlp()
+    run(module, SPLITS)
+    assert nodes_alive(module) == 8
+    if how == "handed over":
+        with torch.autocast("cpu", torch.bfloat16):
+            run(module, SPLITS)
+    else:
+        monkeypatch.setenv(hopper.SWITCH, "0")
+        run(te.ops.Sequential(*module), SPLITS)
+    assert nodes_alive(module) == 0
+
+
+def test_evaluation_between_steps_keeps_what_stood_for_the_parameters() -> None:
+    module = mlp()
+    run(module, SPLITS)
+    with torch.no_grad():
+        x, sizes, scales = make_inputs(SPLITS)
+        module(x, sizes, scales, sizes)
+    assert nodes_alive(module) == 8
+
+
 def test_forward_leaves_its_input_as_it_was() -> None:
     """What a session keeps of it is another tensor, without the input's graph and marks."""
     module = mlp()

@@ -27,6 +27,7 @@ from te_offload.ops.te_adapter.fp8 import fp8_recipe_reason, fp8_scaling, fp8_we
 from te_offload.ops.te_adapter.fusion import (
     GROUPED_LINEAR_GRAD_INPUT_KEY,
     GROUPED_LINEAR_OUTPUT_KEY,
+    STAND_INS,
     FusionFunction,
     TakesStandIns,
     accumulates_into_main_grad,
@@ -84,6 +85,7 @@ __all__ = [
     "GROUPED_LINEAR_OUTPUT_KEY",
     "NOT_OFFLOAD",
     "RELEASES",
+    "STAND_INS",
     "FusionFunction",
     "Layout",
     "OffloadSwitch",

@@ -229,10 +229,14 @@ class TakesStandIns(Protocol):
         """
 
 
+STAND_INS = "_te_offload_stand_ins"  # where a basic op keeps them, and autograd's nodes of its parameters with them
+
+
 @functools.cache
 def use_stand_ins() -> None:
     """Have Transformer Engine's pipelines ask a fused op that has ``stand_ins`` for them, in each call. Does nothing the
-    second time, and nothing to pipelines without such an op.
+    second time. A basic op whose parameters pass themselves keeps none: it may be called in the capture of a CUDA graph,
+    where autograd's nodes of its parameters must not be those of eager steps.
     """
     fuse, call = OperationFuser.maybe_fuse_ops, OperationFuser.__call__
 
@@ -258,6 +262,12 @@ def use_stand_ins() -> None:
                     passed = passed or list(fuser._basic_op_params)
                     for place, tensors in zip(places, found, strict=True):
                         passed[place] = tensors
+        if is_grad_enabled:
+            for op, own, tensors in zip(
+                fuser._basic_ops, fuser._basic_op_params, passed or fuser._basic_op_params, strict=True
+            ):
+                if tensors is own:
+                    op.__dict__.pop(STAND_INS, None)
         if passed is not None:
             fuser._te_offload_params = fuser._basic_op_num_params, fuser._flat_basic_op_params
             fuser._basic_op_num_params = list(map(len, passed))
