@@ -119,7 +119,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         super().__init__(basic_ops)
         self._ops: tuple[Any, Any, Any] = tuple(basic_ops)  # type: ignore[assignment]  # quicker to ask than a ModuleList
         self._kernels: dict[tuple[bool, quantized.Way], Kernels] = {}  # on a GPU or not, for a module may move
-        self._judged: Judged | None = None  # of the call that runs now
+        self._judged: list[Judged] = []  # of the call that runs now; a module's attribute takes the host longer to set
 
     def support(
         self, ctxs: Sequence[te_adapter.OperationContext], input_: torch.Tensor, extra_inputs: Sequence[Any]
@@ -141,10 +141,11 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         requires_grad: Sequence[bool],
     ) -> Sequence[Sequence[torch.Tensor]] | None:
         """See `te_adapter.TakesStandIns`. It also judges the call, since the ops one by one take their parameters."""
-        self._judged = None
+        self._judged.clear()
         if input_ is None or True in [tensor is None for those in extra_inputs for tensor in those]:
             return None
-        judged = self._judged = judge(self._ops, requires_grad, input_, extra_inputs)
+        judged = judge(self._ops, requires_grad, input_, extra_inputs)
+        self._judged.append(judged)
         if judged.reason is not None or not requires_grad[0]:
             return None
         passed: list[Sequence[torch.Tensor]] = list(params)
@@ -172,8 +173,9 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         fc1, activation, fc2 = self._ops
         ctx1, ctx2, ctx3 = basic_op_ctxs
         extra_inputs = kwargs["basic_op_extra_inputs"]
-        judged, self._judged = self._judged, None
-        if judged is None:
+        if self._judged:
+            judged = self._judged.pop()
+        else:
             judged = judge(self._ops, [bool(ctx.requires_grad) for ctx in basic_op_ctxs], input_, extra_inputs)
         way, reason, scalings = judged.way, judged.reason, judged.scalings
         ctx1.te_offload_fused = reason is None
