@@ -46,6 +46,19 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         super().__init__(num_groups, in_features, out_features, **kwargs)
         self._init_slot_owner(no_offload_activation)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """For `Module.to` and its like, which may swap parameters: nobody else may hold one then."""
+        self._let_go_of_stand_ins()
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """The same for `Module.load_state_dict`."""
+        self._let_go_of_stand_ins()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _let_go_of_stand_ins(self) -> None:
+        self.__dict__.pop(te_adapter.STAND_INS, None)
+
     def fuser_forward(
         self, basic_op_ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, Any]:
