@@ -140,7 +140,14 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         params: Sequence[list[torch.nn.Parameter]],
         requires_grad: Sequence[bool],
     ) -> Sequence[Sequence[torch.Tensor]] | None:
-        """See `te_adapter.TakesStandIns`. It also judges the call, since the ops one by one take their parameters."""
+        """What passes autograd in place of the parameters of each op in the forward that follows at once; the backward
+        gives gradients of as many tensors. ``None``: the parameters do. It judges the call for that, since ops one by one
+        take their parameters.
+
+        Args:
+            input_: of FC1. extra_inputs, params, requires_grad: of each op. Of inputs ``None`` stands for what an op
+                before the window will make.
+        """
         self._judged.clear()
         if input_ is None or True in [tensor is None for those in extra_inputs for tensor in those]:
             return None
@@ -426,4 +433,4 @@ def _readable(tensor: torch.Tensor, columns: int) -> torch.Tensor:
 def register() -> None:
     """Put the fusion function before Transformer Engine's own. Does nothing the second time."""
     te_adapter.register_joint_fusion(fuse_windows)
-    te_adapter.use_stand_ins()
+    te_adapter.use_stand_ins(HopperGroupedMLP)

@@ -37,8 +37,10 @@ def parameters_themselves(yes: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def parameters_are_swapped() -> Iterator[None]:
     torch.__future__.set_swap_module_params_on_conversion(True)
-    yield
-    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 class Life:

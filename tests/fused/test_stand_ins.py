@@ -402,3 +402,4 @@ def test_single_expert_keeps_its_parameter() -> None:
         ops.GroupedLinear(1, 32, 16, bias=False, device="cpu"),
     )
     assert set(run(module, (5,))) == {"output", "0.weight0", "2.weight0", "input0", "input1"}
+    assert nodes_alive(module) == 0

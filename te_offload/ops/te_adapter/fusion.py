@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
@@ -210,33 +210,18 @@ def register_joint_fusion(function: FusionFunction) -> None:
         te.ops.register_forward_backward_fusion(function, prepend=True)
 
 
-class TakesStandIns(Protocol):
-    """A joint fused op that can do without having all parameters of its basic ops passed through autograd."""
-
-    def stand_ins(
-        self,
-        input_: torch.Tensor | None,
-        extra_inputs: Sequence[Sequence[torch.Tensor | None]],
-        params: Sequence[list[torch.nn.Parameter]],
-        requires_grad: Sequence[bool],
-    ) -> Sequence[Sequence[torch.Tensor]] | None:
-        """What passes instead in the forward that follows at once, for each basic op; of as many tensors its backward gives
-        gradients. ``None``: the parameters do.
-
-        Args:
-            input_: of its first basic op. extra_inputs, params, requires_grad: of each basic op. Of inputs ``None`` stands
-                for what an op before it will make.
-        """
-
-
 STAND_INS = "_te_offload_stand_ins"  # where a basic op keeps them, and autograd's nodes of its parameters with them
 
 
 @functools.cache
-def use_stand_ins() -> None:
-    """Have Transformer Engine's pipelines ask a fused op that has ``stand_ins`` for them, in each call. Does nothing the
-    second time. A basic op whose parameters pass themselves keeps none: it may be called in the capture of a CUDA graph,
-    where autograd's nodes of its parameters must not be those of eager steps.
+def use_stand_ins(fused: type[Any]) -> None:
+    """Have Transformer Engine's pipelines ask fused ops of a class, in each call, what passes autograd in place of the
+    parameters of their basic ops; ``None``: the parameters do. Does nothing the second time. A basic op whose parameters
+    pass themselves keeps no stand-in: it may be called in the capture of a CUDA graph, where autograd's nodes of its
+    parameters must not be those of eager steps.
+
+    Args:
+        fused: of joint fused ops, with a method ``stand_ins`` (see `HopperGroupedMLP.stand_ins`).
     """
     fuse, call = OperationFuser.maybe_fuse_ops, OperationFuser.__call__
 
@@ -251,7 +236,7 @@ def use_stand_ins() -> None:
         fuse(fuser, is_grad_enabled, recipe, input_, extra_inputs)
         passed: list[Sequence[torch.Tensor]] | None = None
         for op, places in fuser._forward_ops:
-            if hasattr(op, "stand_ins"):
+            if isinstance(op, fused):
                 found = op.stand_ins(
                     None if places[0] else input_,
                     [extra_inputs[place] for place in places],
