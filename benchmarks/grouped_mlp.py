@@ -118,9 +118,9 @@ class Case:
         )
         dw2 = x.new_empty(len(self.weights2), self.hidden, self.ffn)
         kernels.wgrad(self.dy, fc2_input, offsets, kernels.prepare("dw2", dw2), accumulate=False, order=orders[0])
-        kernels.fc1_dgrad(dact, kernels.prepare("fc1", self.weights1), offsets, torch.empty_like(x))
-        dw1 = x.new_empty(len(self.weights1), self.ffn, self.hidden)
-        kernels.wgrad(dact, x, offsets, kernels.prepare("dw1", dw1), accumulate=False, order=orders[1])
+        dx, dw1 = torch.empty_like(x), x.new_empty(len(self.weights1), self.ffn, self.hidden)
+        weights, dweights = kernels.prepare("fc1", self.weights1), kernels.prepare("dw1", dw1)
+        kernels.fc1_backward(dact, x, weights, offsets, dx, dweights, accumulate=False, order=orders[1])
         return dw1, dw2
 
     def bare_forward(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,8 +77,18 @@ class Products:
         self.fc1()
         self.fc2()
         self.dact()
-        self._wgrads(self._orders)
-        self.dgrad()
+        case, experts, orders = self._case, self._experts, self._orders
+        self._kernels.wgrad(case.dy, self._rebuilt, self._offsets, experts["dw2"], accumulate=False, order=orders[0])
+        self._kernels.fc1_backward(
+            self._dact,
+            case.x,
+            experts["w1"],
+            self._offsets,
+            case.dx,
+            experts["dw1"],
+            accumulate=False,
+            order=orders[1],
+        )
         return case.y, case.dx, case.experts["dw1"], case.experts["dw2"], self._rebuilt
 
     def fc1(self) -> None:
@@ -99,10 +109,7 @@ class Products:
 
     def wgrad(self) -> None:
         """Both weight gradients, after sums that set their counts to zero."""
-        self._wgrads(self._kernels._sums(self._parts, self._offsets)[1])
-
-    def _wgrads(self, orders: Any) -> None:
-        case = self._case
+        case, orders = self._case, self._kernels._sums(self._parts, self._offsets)[1]
         for dy, x, name, order in (
             (case.dy, self._rebuilt, "dw2", orders[0]),
             (self._dact, case.x, "dw1", orders[1]),

@@ -359,8 +359,9 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             numbers.fc1_dgrad(dact_input, dx, wgrad=ctx1.weight_requires_grad)
             multiply = functools.partial(numbers.fc1_wgrad, x)
         else:
-            kernels.fc1_dgrad(dact_input, weights1, offsets1, dx)
-            multiply = functools.partial(_multiply, kernels, dact_input, x, offsets1, orders[1])
+            multiply = functools.partial(_fc1_backward, kernels, dact_input, x, weights1, offsets1, dx, orders[1])
+            if not ctx1.weight_requires_grad:
+                kernels.fc1_dgrad(dact_input, weights1, offsets1, dx)
         grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply, together=together1)
         dbias1, _ = bias_grads(fc1, kernels, dact_input, None, offsets1)
         params = [
@@ -410,6 +411,20 @@ def _multiply(
     accumulate: bool,
 ) -> None:
     kernels.wgrad(dy, x, offsets, out, accumulate=accumulate, order=order)
+
+
+def _fc1_backward(
+    kernels: Kernels,
+    dact_input: torch.Tensor,
+    x: torch.Tensor,
+    weights: Any,
+    offsets: torch.Tensor,
+    dx: torch.Tensor,
+    order: TileOrder | None,
+    out: Any,
+    accumulate: bool,
+) -> None:
+    kernels.fc1_backward(dact_input, x, weights, offsets, dx, out, accumulate=accumulate, order=order)
 
 
 def _prepared(kernels: Kernels, fc1: Any, fc2: Any) -> tuple[Any, Any]:

@@ -54,20 +54,21 @@ def compiled(running: Running, part: str) -> tuple[str, int]:
 def test_every_kernel_compiles_for_sm_90a(running: Running) -> None:
     usual, _ = compiled(running, "bf16")
     others, kernels = compiled(running, "others")
-    assert usual.count("16 launches") == 2 and others.count("16 launches") == 4
+    assert usual.count("23 launches") == 2 and others.count("23 launches") == 4
     # for two dtypes: fc2 without, with and with a scaled bias; fc1_dgrad; bias scales; wgrad of weights and of biases, and
-    # to float32 written and added; offsets; clear; and with each of two activations fc1 with and without bias, fc2_dgrad.
+    # to float32 written and added, and those of weights beside fc1_dgrad; offsets; clear; and with each of two activations
+    # fc1 with and without bias, fc2_dgrad.
     # Beside them in float32: clear and sums. For few tokens other tiles of fc2_dgrad, fc2 and fc1_dgrad; for many, and a
     # wide FC1, of fc2, fc1_dgrad and fc1.
     few, many = 1 + 3 + 1, 3 + 1 + 2
-    assert kernels == 2 * (11 + 2 * 3) + 2 + few + many
+    assert kernels == 2 * (11 + 3 + 2 * 3) + 2 + few + many
 
 
 def test_operands_are_loaded_five_tiles_ahead_where_that_fits(running: Running) -> None:
     printed = "".join(compiled(running, part)[0] for part in ("bf16", "others"))
     for kernel in ("DSReLUGemm", "DTanhSReLUGemm"):
         assert f"{kernel} 128x192x64: 5 stages" in printed
-    for kernel in ("WgradGemm", "AddingWgradGemm"):
+    for kernel in ("WgradGemm", "AddingWgradGemm", "BesideWgradGemm", "AddingBesideWgradGemm"):
         assert f"{kernel} 128x192x32: 10 stages" in printed  # half a tile of 64 each
 
 
@@ -105,4 +106,17 @@ def test_no_warp_of_a_product_touches_memory_before_the_kernels_ahead_are_over(r
         compiled(running, one)
     found = [one for one in look_into(running[part][1].rglob("*.o")) if one.tensor_core]
     both = (True, True)  # those that load, and those that multiply
-    assert found and [one for one in found if one.parts_wait_first != both] == []
+    assert [one for one in found if one.parts_wait_first != both and "BesideWgradGemm" not in one.symbol] == []
+    assert len(found) > 3 and not any(one.waits_last for one in found if one.parts_wait_first == both)
+
+
+@pytest.mark.parametrize("part", ["bf16", "others"])
+def test_wgrad_that_begins_beside_a_dgrad_ends_after_it_and_the_dgrad_lets_it(running: Running, part: str) -> None:
+    pytest.importorskip("triton")
+    for one in PARTS:
+        compiled(running, one)
+    found = [one for one in look_into(running[part][1].rglob("*.o")) if one.tensor_core]
+    beside = [one for one in found if "BesideWgradGemm" in one.symbol]
+    assert beside and [one for one in beside if one.parts_wait_first != (False, False) or not one.waits_last] == []
+    ahead = [one for one in found if one.lets_next_begin]
+    assert ahead and ahead == [one for one in found if "DgradGemm" in one.symbol]

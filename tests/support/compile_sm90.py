@@ -79,10 +79,11 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int, ffn: i
     kernels.bias_grads(x, bias2, scales, offsets)
     dact_input, fc2_input, _, orders = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
     kernels.wgrad(x, fc2_input, offsets, of_fc2, accumulate=False, order=orders[0])
-    kernels.fc1_dgrad(dact_input, of_fc1, offsets, torch.empty_like(x))
-    main_grad = Experts(empty(EXPERTS, ffn, HIDDEN, dtype=torch.float32), table)
+    dx, main_grad = torch.empty_like(x), Experts(empty(EXPERTS, ffn, HIDDEN, dtype=torch.float32), table)
     for accumulate in (False, True):
         kernels.wgrad(dact_input, x, offsets, main_grad, accumulate=accumulate, order=orders[1])
+    for grads, accumulate in ((of_fc1, False), (main_grad, False), (main_grad, True)):
+        kernels.fc1_backward(dact_input, x, of_fc1, offsets, dx, grads, accumulate=accumulate, order=orders[1])
     return launches.count
 
 

@@ -21,17 +21,23 @@ class Seen:
     """What was found in one kernel.
 
     Attributes:
-        kernel: its file's name.
+        kernel: its file's name. symbol: the function's, which has its class's name in it.
         tensor_core: instructions for the tensor cores. groups: of them those that end a group that something waits for.
         parts_wait_first: for each part of a GEMM's warps: whether they wait for the kernels before this one (``ACQBULK``)
             before they read or write the GPU's memory. A part begins where its warps ask for more registers or give some
             back; before the first part nobody may touch memory at all.
+        waits_last: the warps that load operands wait for the kernels before this one after their last load.
+        lets_next_begin: once they have waited, and before they touch memory, all warps let the next kernel begin
+            (``PREEXIT``).
     """
 
     kernel: str
+    symbol: str
     tensor_core: int
     groups: int
     parts_wait_first: tuple[bool, ...]
+    waits_last: bool
+    lets_next_begin: bool
 
 
 def look_into(kernels: Iterable[Path]) -> list[Seen]:
@@ -44,7 +50,17 @@ def look_into(kernels: Iterable[Path]) -> list[Seen]:
 def _look_into(kernel: Path) -> Seen:
     code = instructions(kernel)
     found = re.findall(r"\b[HQ]GMMA\..*", code)
-    return Seen(kernel.name, len(found), sum("gsb0" in one for one in found), _parts_that_wait_first(code))
+    symbol = re.search(r"\.section\s+\.text\.(\w+)", code)
+    assert symbol is not None, kernel
+    return Seen(
+        kernel.name,
+        symbol[1],
+        len(found),
+        sum("gsb0" in one for one in found),
+        _parts_that_wait_first(code),
+        _waits_last(code),
+        _lets_next_begin(code),
+    )
 
 
 def instructions(kernel: Path) -> str:
@@ -61,9 +77,28 @@ def instructions(kernel: Path) -> str:
         return subprocess.run([tool, "-c", cubin.name], capture_output=True, text=True, check=True).stdout
 
 
+_MEMORY = re.compile(r"\b(?:LDG|STG|LDGSTS|ATOMG|UTMALDG|UTMASTG|UTMAREDG)\b")
+
+
+def _parts(code: str) -> list[str]:
+    """What comes before the first part, and the parts."""
+    return re.split(r"\bUSETMAXREG\b", code)
+
+
 def _parts_that_wait_first(code: str) -> tuple[bool, ...]:
-    before, *parts = re.split(r"\bUSETMAXREG\b", code)
-    memory = re.compile(r"\b(?:LDG|STG|LDGSTS|ATOMG|UTMALDG|UTMASTG|UTMAREDG)\b")
-    if memory.search(before):
+    before, *parts = _parts(code)
+    if _MEMORY.search(before):
         return (False,)
-    return tuple(["ACQBULK" in part[: found.start()] for part in parts if (found := memory.search(part))])
+    return tuple(["ACQBULK" in part[: found.start()] for part in parts if (found := _MEMORY.search(part))])
+
+
+def _waits_last(code: str) -> bool:
+    _, loads, *_ = (*_parts(code), "")
+    last = max((found.end() for found in re.finditer(r"\bUTMALDG\b", loads)), default=len(loads))
+    return "ACQBULK" in loads[last:] and "ACQBULK" not in loads[:last]
+
+
+def _lets_next_begin(code: str) -> bool:
+    _, *parts = _parts(code)
+    ahead = [part[: found.start()] for part in parts if (found := _MEMORY.search(part))]
+    return bool(ahead) and all(re.search(r"ACQBULK.*PREEXIT", part, re.DOTALL) for part in ahead)

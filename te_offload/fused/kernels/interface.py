@@ -122,6 +122,20 @@ class Kernels(Protocol):
             order: used by no other launch; ``None``: clusters have their tiles from the start.
         """
 
+    def fc1_backward(
+        self,
+        dact_input: torch.Tensor,
+        x: torch.Tensor,
+        weights: Any,
+        offsets: torch.Tensor,
+        dx: torch.Tensor,
+        dweights: Any,
+        *,
+        accumulate: bool,
+        order: TileOrder | None = None,
+    ) -> None:
+        """`fc1_dgrad` into dx and `wgrad` into dweights, in either order or at once."""
+
     def bias_grads(
         self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -120,6 +120,22 @@ class ReferenceKernels:
         """See `Kernels.wgrad`."""
         arithmetic.grouped_wgrad(_rows(x, offsets), _rows(dy, offsets), list(out), accumulate=accumulate)
 
+    def fc1_backward(
+        self,
+        dact_input: torch.Tensor,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        offsets: torch.Tensor,
+        dx: torch.Tensor,
+        dweights: Sequence[torch.Tensor],
+        *,
+        accumulate: bool,
+        order: TileOrder | None = None,
+    ) -> None:
+        """See `Kernels.fc1_backward`."""
+        self.fc1_dgrad(dact_input, weights, offsets, dx)
+        self.wgrad(dact_input, x, offsets, dweights, accumulate=accumulate)
+
     def bias_grads(
         self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -223,10 +223,10 @@ class Sm90Kernels:
 
     def fc1_dgrad(self, dact_input: torch.Tensor, weights: Experts, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.fc1_dgrad`."""
+        self.clear(offsets, out)
         tile = self._tile("dgrad", dact_input, weights, out)
         values = {sm90_device.TABLE: weights.table}
-        self._launch(sm90_device.PlainGemm, tile, dact_input, weights.view, out, None, values, offsets, transposed=True)
-        self.clear(offsets, out)
+        self._launch(sm90_device.DgradGemm, tile, dact_input, weights.view, out, None, values, offsets, transposed=True)
 
     def wgrad(
         self,
@@ -239,10 +239,38 @@ class Sm90Kernels:
         order: TileOrder | None = None,
     ) -> None:
         """See `Kernels.wgrad`. To accumulate, TMA adds each tile to what is there, once: bits depend on no order."""
-        grads = out.view
-        tile = self._tile_for("wgrad", Regime.of(x.shape[0], out.table.shape[0]), *grads.shape[1:])
         kernel = sm90_device.AddingWgradGemm if accumulate else sm90_device.WgradGemm
-        values = {sm90_device.TABLE: out.table}
+        self._wgrad(kernel, dy, x, offsets, out, order)
+
+    def fc1_backward(
+        self,
+        dact_input: torch.Tensor,
+        x: torch.Tensor,
+        weights: Experts,
+        offsets: torch.Tensor,
+        dx: torch.Tensor,
+        dweights: Experts,
+        *,
+        accumulate: bool,
+        order: TileOrder | None = None,
+    ) -> None:
+        """See `Kernels.fc1_backward`. Tiles of the wgrad fill the SMs for which the dgrad has no more."""
+        self.fc1_dgrad(dact_input, weights, offsets, dx)
+        # Nothing may be launched, or given memory, between the two: the wgrad does not wait for it.
+        kernel = sm90_device.AddingBesideWgradGemm if accumulate else sm90_device.BesideWgradGemm
+        self._wgrad(kernel, dact_input, x, offsets, dweights, order)
+
+    def _wgrad(
+        self,
+        kernel: type[Any],
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        out: Experts,
+        order: TileOrder | None,
+    ) -> None:
+        grads, values = out.view, {sm90_device.TABLE: out.table}
+        tile = self._tile_for("wgrad", Regime.of(x.shape[0], out.table.shape[0]), *grads.shape[1:])
         self._launch_wgrad(kernel, tile, dy.mT, x.mT, grads, values, offsets, order)
 
     def _launch_wgrad(

@@ -108,7 +108,7 @@ class _TableFound:
         super()._setup_attributes(epilogue_args)  # type: ignore[misc]
 
 
-class _AfterWorkBefore:
+class AfterWorkBefore:
     """Mixin before QuACK's GEMM: no warp asks for its first tile before the kernels before this one are over.
 
     QuACK launches its GEMMs so that they may begin while the kernel before them ends (CUDA's programmatic dependent
@@ -117,15 +117,57 @@ class _AfterWorkBefore:
     where that kernel may still read.
     """
 
+    lets_next_begin = (
+        False  # as soon as this one's blocks all run, if it is `BesideWorkBefore`; else near this one's end
+    )
+
     def get_scheduler_class(self, varlen_m: bool = False) -> Any:
         """QuACK's."""
         base = super().get_scheduler_class(varlen_m)  # type: ignore[misc]
+        lets_next_begin = self.lets_next_begin
 
         class Scheduler(base):  # type: ignore[misc]
             @classmethod
             def create(cls, *args: Any, **kwargs: Any) -> Any:
                 cute.arch.griddepcontrol_wait()
+                if lets_next_begin:  # not before the wait: the next one counts on what is over by then
+                    cute.arch.griddepcontrol_launch_dependents()
                 return super().create(*args, **kwargs)
+
+        return Scheduler
+
+
+class AheadOfAnother(AfterWorkBefore):
+    """The same of a kernel after which one that is `BesideWorkBefore` may be launched."""
+
+    lets_next_begin = True
+
+
+class BesideWorkBefore:
+    """Mixin before QuACK's GEMM, in place of `AfterWorkBefore`, for a product that has nothing to do with the kernel
+    launched right before it, an `AheadOfAnother`: its blocks begin on the SMs that have no tile left of that one. It is not
+    over before that one is, so that whatever comes after waits for both.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.use_pdl = False  # by which QuACK's warps that load operands would wait
+
+    def kernel(self, *args: Any, **kwargs: Any) -> Any:
+        """QuACK's, launched so that it may begin early all the same."""
+        launcher = super().kernel(*args, **kwargs)  # type: ignore[misc]
+        launch = launcher.launch
+        launcher.launch = lambda *args, **kwargs: launch(*args, **kwargs | {"use_pdl": True})
+        return launcher
+
+    def get_scheduler_class(self, varlen_m: bool = False) -> Any:
+        """QuACK's."""
+        base = super().get_scheduler_class(varlen_m)  # type: ignore[misc]
+
+        class Scheduler(base):  # type: ignore[misc]
+            def producer_tail(self) -> None:
+                super().producer_tail()
+                cute.arch.griddepcontrol_wait()
 
         return Scheduler
 
@@ -178,6 +220,7 @@ def make_kernel(
     by_table: type[Any] = WeightsByTable,
     adds: bool = False,
     mixins: Sequence[type[Any]] = (),
+    begins: type[Any] = AfterWorkBefore,
     module: str = __name__,
 ) -> type[Any]:
     """A kernel class of this module, under its own name: QuACK's compile cache finds it by that.
@@ -186,7 +229,8 @@ def make_kernel(
         name: the class's. epilogue: a function of the accumulator and the operands, element by element.
         ops: load and store the operands and outputs. operands: names and kinds. outputs, sinks: names of what the epilogue
             returns beside ``D``. by_table: which operand goes through the table.
-        adds: ``D`` is added to what is there. mixins: before all others. module: where the class is to be found.
+        adds: ``D`` is added to what is there. mixins: before all others. begins: when it may, one of the three
+            above. module: where the class is to be found.
     """
     every = (*ops, _TableArgument(TABLE))
     fields = [(op.name, op.arg_spec_type()) for op in every] + [(field, _OPTIONAL_TENSOR) for field in _SPLIT_K]
@@ -196,7 +240,7 @@ def make_kernel(
     arguments.add_to_output = adds  # type: ignore[attr-defined]
     return type(
         name,
-        (*mixins, by_table, _AfterWorkBefore, _EpiModMixinBase, GemmSm90),
+        (*mixins, by_table, begins, _EpiModMixinBase, GemmSm90),
         {
             "__module__": module,
             "__qualname__": name,
@@ -255,11 +299,20 @@ DSCALE = ColVecReduce("dscale", scaled=True)
 PlainGemm = make_kernel("PlainGemm", linear)
 BiasGemm = make_kernel("BiasGemm", linear, ops=(BIAS,), operands=(ROW,))
 ScaledBiasGemm = make_kernel("ScaledBiasGemm", linear, ops=(BIAS, SCALE), operands=(ROW, COLUMN))
-"""``D = A @ w``, plus a bias an expert, times a scale a row: FC2, and the dgrad of FC1."""
+"""``D = A @ w``, plus a bias an expert, times a scale a row: FC2."""
+
+DgradGemm = make_kernel("DgradGemm", linear, begins=AheadOfAnother)
+"""``D = A @ w``: the dgrad of FC1."""
 
 WgradGemm = make_kernel("WgradGemm", linear, by_table=GradsByTable)
 AddingWgradGemm = make_kernel("AddingWgradGemm", linear, by_table=GradsByTable, adds=True)
 """``D_i (+)= A_i @ B_i.T``, the experts' parts of A and B lying side by side along K: a weight's gradient."""
+
+BesideWgradGemm = make_kernel("BesideWgradGemm", linear, by_table=GradsByTable, begins=BesideWorkBefore)
+AddingBesideWgradGemm = make_kernel(
+    "AddingBesideWgradGemm", linear, by_table=GradsByTable, adds=True, begins=BesideWorkBefore
+)
+"""The same, launched right after a dgrad of which it needs nothing."""
 
 
 def fc1_name(dtype: str, *, bias: bool, tanh: bool) -> str:
