@@ -22,7 +22,9 @@ from te_offload.fused.kernels import sm90_compile, sm90_device
 from te_offload.fused.kernels.experts import Experts, ExpertsCache
 from te_offload.fused.kernels.interface import Orders, SquaredReLU, Tensors, TileOrder
 from te_offload.fused.kernels.progress import said_if_slow
-from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile
+from te_offload.fused.kernels.sm90_experts import TABLE
+from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile, up
+from te_offload.fused.kernels.sm90_order import READY
 
 Tiles = Sequence[tuple[Tile, float]]
 
@@ -150,6 +152,22 @@ class Sm90Kernels:
         self._rows("offsets", out.dtype, split_sizes.dtype)(split_sizes.contiguous(), offsets, out)
         return offsets
 
+    def begin(
+        self, split_sizes: torch.Tensor, out: torch.Tensor, weights: Experts
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Kernels.begin`. ``ready`` (N,) int32: minus the tiles of each expert that `fc1` will count."""
+        if not out.shape[0]:
+            return self.offsets(split_sizes, out), None
+        experts, (_, ffn, hidden) = split_sizes.shape[0], weights.view.shape
+        tile = self._tile_for("fc1", Regime.of(out.shape[0], experts), None, ffn, hidden)
+        offsets = torch.empty(experts + 1, dtype=torch.int32, device=out.device)
+        ready = torch.empty(experts, dtype=torch.int32, device=out.device)
+        above = tile.rows * tile.cluster_rows
+        beside = tile.cluster_rows * up(tile.parts(ffn), tile.cluster_columns)
+        kernel = self._rows("begin", out.dtype, split_sizes.dtype)
+        kernel(split_sizes.contiguous(), offsets, out, ready, above, beside)
+        return offsets, ready
+
     def clear(self, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.clear`."""
         if out.shape[0]:
@@ -162,13 +180,14 @@ class Sm90Kernels:
         bias: torch.Tensor | None,
         scales: torch.Tensor,
         offsets: torch.Tensor,
+        ready: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.fc1`."""
         act_input = x.new_empty(x.shape[0], weights.view.shape[1])
         fc2_input = torch.empty_like(act_input)
         tanh = self._activation.clamp is not None
         kernel = getattr(sm90_device, sm90_device.fc1_name(_DTYPE_NAMES[x.dtype], bias=bias is not None, tanh=tanh))
-        values = {"scale": scales, "fc2_input": fc2_input, sm90_device.TABLE: weights.table, **self._numbers()}
+        values = {"scale": scales, "fc2_input": fc2_input, TABLE: weights.table, READY: ready, **self._numbers()}
         if bias is not None:
             values["bias"] = bias
         tile = self._tile("fc1", x, weights, act_input)
@@ -183,14 +202,18 @@ class Sm90Kernels:
         bias_scales: torch.Tensor | None,
         offsets: torch.Tensor,
         out: torch.Tensor,
+        ready: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.fc2`."""
         tile = self._tile("fc2", fc2_input, weights, out)
-        kernel, values = sm90_device.PlainGemm, {sm90_device.TABLE: weights.table}
+        values, name = {TABLE: weights.table}, "PlainGemm"
         if bias is not None:
-            kernel, values["bias"] = sm90_device.BiasGemm, bias
+            values["bias"], name = bias, "BiasGemm"
         if bias is not None and bias_scales is not None:
-            kernel, values["scale"] = sm90_device.ScaledBiasGemm, bias_scales
+            values["scale"], name = bias_scales, "ScaledBiasGemm"
+        if ready is not None:
+            values[READY], name = ready, f"Ready{name}"
+        kernel = getattr(sm90_device, name)
         self._launch(kernel, tile, fc2_input, weights.view, out, None, values, offsets)
 
     def fc2_dgrad(
@@ -206,7 +229,7 @@ class Sm90Kernels:
         dact_input, fc2_input = torch.empty_like(act_input), torch.empty_like(act_input)
         tokens, columns = act_input.shape
         parts = torch.empty(tokens, tile.parts(columns), dtype=torch.float32, device=dy.device)
-        values = {"scale": scales, "fc2_input": fc2_input, "dscale": parts, sm90_device.TABLE: weights.table}
+        values = {"scale": scales, "fc2_input": fc2_input, "dscale": parts, TABLE: weights.table}
         values |= self._numbers()
         kernel = sm90_device.DSReLUGemm if self._activation.clamp is None else sm90_device.DTanhSReLUGemm
         self._launch(kernel, tile, dy, weights.view, dact_input, act_input, values, offsets, transposed=True)
@@ -225,7 +248,7 @@ class Sm90Kernels:
         """See `Kernels.fc1_dgrad`."""
         self.clear(offsets, out)
         tile = self._tile("dgrad", dact_input, weights, out)
-        values = {sm90_device.TABLE: weights.table}
+        values = {TABLE: weights.table}
         self._launch(sm90_device.DgradGemm, tile, dact_input, weights.view, out, None, values, offsets, transposed=True)
 
     def wgrad(
@@ -269,7 +292,7 @@ class Sm90Kernels:
         out: Experts,
         order: TileOrder | None,
     ) -> None:
-        grads, values = out.view, {sm90_device.TABLE: out.table}
+        grads, values = out.view, {TABLE: out.table}
         tile = self._tile_for("wgrad", Regime.of(x.shape[0], out.table.shape[0]), *grads.shape[1:])
         self._launch_wgrad(kernel, tile, dy.mT, x.mT, grads, values, offsets, order)
 
@@ -331,7 +354,7 @@ class Sm90Kernels:
         rows[:, 0] = bias
         as_weights = self.prepare("rows", rows)
         products = torch.empty(dy.shape[0], _NARROW, dtype=torch.float32, device=dy.device)
-        values = {sm90_device.TABLE: as_weights.table}
+        values = {TABLE: as_weights.table}
         self._launch(sm90_device.PlainGemm, _NARROW_TILE, dy, as_weights.view, products, None, values, offsets)
         self.clear(offsets, products)
         return dbias, products[:, 0]

@@ -32,13 +32,11 @@ from te_offload.fused.kernels.sm90_device import (
     NUMBERS,
     ROW,
     SCALE,
-    ByExpert,
-    GradsByTable,
-    WeightsByTable,
     linear,
     make_kernel,
     squared_relu,
 )
+from te_offload.fused.kernels.sm90_experts import ByExpert, GradsByTable, WeightsByTable
 from te_offload.fused.kernels.sm90_fp8_device import PaddedColumns
 from te_offload.fused.kernels.sm90_sums import SplitSums
 

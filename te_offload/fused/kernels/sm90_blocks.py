@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from te_offload.fused.kernels import blocks, fp8, sm90_block_device, sm90_device
+from te_offload.fused.kernels import blocks, fp8, sm90_block_device
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights, Parts
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.interface import Orders, SquaredReLU, TileOrder
 from te_offload.fused.kernels.sm90 import Sm90Kernels
+from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.ops.scaling import BlockScaling
 
@@ -153,7 +154,7 @@ class Sm90BlockKernels(Sm90Kernels):
         """See `BlockKernels.wgrad_blocks`."""
         kernel = getattr(sm90_block_device, f"{'Adding' if accumulate else ''}BlockWgradGemm")
         padded = fp8.padded_offsets(offsets)
-        values = {sm90_device.TABLE: out.table, "starts": padded, "a_scales": dy.scales, "b_scales": x.scales}
+        values = {TABLE: out.table, "starts": padded, "a_scales": dy.scales, "b_scales": x.scales}
         one, other = dy.numbers.view(_E4M3), x.numbers.view(_E4M3)
         self._launch_wgrad(kernel, _WGRAD, one, other, out.view, values, padded, order)
 
@@ -169,6 +170,6 @@ class Sm90BlockKernels(Sm90Kernels):
     ) -> None:
         numbers, inverses = weights.numbers, weights.inverses
         values = values | {"a_scales": x.scales, "b_scales": inverses.view, "starts": offsets}
-        values |= {sm90_device.TABLE: numbers.table, sm90_block_device.SCALE_TABLE: inverses.table}
+        values |= {TABLE: numbers.table, sm90_block_device.SCALE_TABLE: inverses.table}
         kernel, rows = getattr(sm90_block_device, name), x.numbers.view(_E4M3).view(x.shape)
         self._launch(kernel, _BY_ROW, rows, numbers.view.view(_E4M3), out, c, values, offsets)

@@ -30,7 +30,9 @@ from te_offload.fused.kernels import (
     rows_device,
     sm90_block_device,
     sm90_device,
+    sm90_experts,
     sm90_fp8_device,
+    sm90_order,
     sm90_sums,
 )
 
@@ -40,7 +42,7 @@ CAPABILITY = (9, 0)
 @functools.cache
 def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
-    gemms = sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
+    gemms = sm90_experts, sm90_order, sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
     modules = *gemms, rows_device, block_device, sys.modules[__name__]
     sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
@@ -92,7 +94,7 @@ def _compile_expert_wgrad(
     a, b, d, c, _, columns, k, _ = make_fake_gemm_tensors(
         a_dtype, b_dtype, out_dtype, None, *majors, "n", None, varlen_k=True
     )
-    values = {sm90_device.TABLE: make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)}
+    values = {sm90_experts.TABLE: make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)}
     if by_block:
         values |= {argument.name: argument.fake() for argument in sm90_block_device.WGRAD_ARGUMENTS}
     elif is_fp8:
@@ -135,9 +137,12 @@ def _compile_expert_rows(name: str, dtype: Any, sizes_dtype: Any, _source: str) 
     rows = cute.sym_int()
     offsets = make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)
     matrix = make_fake_tensor(dtype, (rows, cute.sym_int()), leading_dim=1, divisibility=1)
-    if name == "offsets":
+    arguments: list[Any]
+    if name in ("offsets", "begin"):
         sizes = make_fake_tensor(sizes_dtype, (cute.sym_int(),), leading_dim=0, divisibility=1)
         arguments = [sizes, offsets, matrix]
+        if name == "begin":
+            arguments += [_numbers(Int32, 1), Int32(1), Int32(1)]
     elif name == "clear":
         arguments = [offsets, matrix]
     else:

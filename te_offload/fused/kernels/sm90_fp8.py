@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from te_offload.fused.kernels import fp8, sm90_device, sm90_fp8_device
+from te_offload.fused.kernels import fp8, sm90_fp8_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.interface import Orders, TileOrder
 from te_offload.fused.kernels.sm90 import Sm90Kernels
+from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.ops.scaling import Scaling
 
@@ -211,7 +212,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         assert dy.columns is not None and x.columns is not None
         kernel = getattr(sm90_fp8_device, f"{_way(fast)}{'Adding' if accumulate else ''}WgradGemm")
         factors = fp8.factors_of(dy.inverses, x.inverses, x.columns.shape[0])
-        values = {sm90_device.TABLE: out.table, "factor": factors}
+        values = {TABLE: out.table, "factor": factors}
         tile = FAST if fast else SPLIT_WGRAD
         self._launch_wgrad(kernel, tile, dy.columns, x.columns, out.view, values, fp8.padded_offsets(offsets), order)
 
@@ -227,7 +228,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         offsets: torch.Tensor,
     ) -> None:
         kernel = getattr(sm90_fp8_device, name)
-        self._launch(kernel, tile, a, weights.view, d, c, {**values, sm90_device.TABLE: weights.table}, offsets)
+        self._launch(kernel, tile, a, weights.view, d, c, {**values, TABLE: weights.table}, offsets)
 
 
 def _way(fast: bool) -> str:

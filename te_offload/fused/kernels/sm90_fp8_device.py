@@ -18,7 +18,8 @@ from typing import Any
 from cutlass import BFloat16, Float16, Float32
 from quack.epilogue.ops import ColVecLoad, ColVecReduce, Scalar, TileStore
 
-from te_offload.fused.kernels.sm90_device import ExpertRow, GradsByTable, make_kernel, squared_relu
+from te_offload.fused.kernels.sm90_device import make_kernel, squared_relu
+from te_offload.fused.kernels.sm90_experts import ExpertRow, GradsByTable
 from te_offload.fused.kernels.sm90_sums import SplitSums
 
 
