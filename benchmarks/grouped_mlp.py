@@ -127,10 +127,11 @@ class Case:
         """The same, forward alone."""
         kernels, x = self._kernels, self.x.detach()
         y = torch.empty_like(x)
-        weights1, weights2 = kernels.prepare("fc1", self.weights1), kernels.prepare("fc2", self.weights2)
-        offsets, ready = kernels.begin(self.sizes, y, weights1)
-        act_input, fc2_input = kernels.fc1(x, weights1, None, self.scales.detach(), offsets, ready)
-        kernels.fc2(fc2_input, weights2, None, None, offsets, y, ready)
+        offsets = kernels.offsets(self.sizes, y)
+        act_input, fc2_input = kernels.fc1(
+            x, kernels.prepare("fc1", self.weights1), None, self.scales.detach(), offsets
+        )
+        kernels.fc2(fc2_input, kernels.prepare("fc2", self.weights2), None, None, offsets, y)
         return act_input, offsets
 
     def quack(self) -> Step:

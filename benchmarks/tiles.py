@@ -73,12 +73,11 @@ class Products:
 
     def step(self) -> tuple[torch.Tensor, ...]:
         """All of them; the results, without the gradients of the scales."""
-        case, experts = self._case, self._experts
-        _, ready = self._kernels.begin(case.sizes, case.y, experts["w1"])
-        self.fc1(ready)
-        self.fc2(ready)
+        case = self._case
+        self.fc1()
+        self.fc2()
         self.dact()
-        orders = self._orders
+        case, experts, orders = self._case, self._experts, self._orders
         self._kernels.wgrad(case.dy, self._rebuilt, self._offsets, experts["dw2"], accumulate=False, order=orders[0])
         self._kernels.fc1_backward(
             self._dact,
@@ -92,15 +91,15 @@ class Products:
         )
         return case.y, case.dx, case.experts["dw1"], case.experts["dw2"], self._rebuilt
 
-    def fc1(self, ready: torch.Tensor | None = None) -> None:
-        """FC1 and its activation. ``ready``: FC2 follows at once."""
+    def fc1(self) -> None:
+        """FC1 and its activation."""
         case = self._case
-        found = self._kernels.fc1(case.x, self._experts["w1"], None, case.scales, self._offsets, ready)
+        found = self._kernels.fc1(case.x, self._experts["w1"], None, case.scales, self._offsets)
         self._act_input, self._fc2_input = found
 
-    def fc2(self, ready: torch.Tensor | None = None) -> None:
-        """FC2. ``ready``: right after FC1."""
-        self._kernels.fc2(self._fc2_input, self._experts["w2"], None, None, self._offsets, self._case.y, ready)
+    def fc2(self) -> None:
+        """FC2."""
+        self._kernels.fc2(self._fc2_input, self._experts["w2"], None, None, self._offsets, self._case.y)
 
     def dact(self) -> None:
         """FC2's dgrad with the activation's, and the sums after it."""

@@ -211,12 +211,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         buffer = kwargs["basic_op_kwargs"][2].get(te_adapter.GROUPED_LINEAR_OUTPUT_KEY)
         out = te_adapter.validate_or_alloc_output(buffer, shape, dtype, input_.device)
         y = _rows(out)
-        wide = None if bias_scales is None else wide_scales(bias_scales)
-        if way == quantized.DENSE:
-            weights1, weights2 = _prepared(kernels, fc1, fc2)
-            offsets1, ready = kernels.begin(splits1, y, weights1)
-        else:
-            offsets1 = kernels.offsets(splits1, y)
+        offsets1 = kernels.offsets(splits1, y)
         offsets2 = offsets1 if splits2 is splits1 else kernels.offsets(splits2, y)
 
         saves = bool(ctx1.requires_grad)
@@ -235,20 +230,21 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if numbers is not None:
             act_input = numbers.fc1(bias1, dtype)
         else:
-            act_input, fc2_input = kernels.fc1(x, weights1, bias1, flat_scales, offsets1, ready)
+            weights1, weights2 = _prepared(kernels, fc1, fc2)
+            act_input, fc2_input = kernels.fc1(x, weights1, bias1, flat_scales, offsets1)
             if offsets2 is not offsets1:  # FC2 may read rows that FC1 did not write
                 kernels.clear(offsets1, act_input)
                 kernels.clear(offsets1, fc2_input)
-                ready = None
         if saves:
             ctx2.to_save = (act_input, scales)
             te_adapter.mark_activations(act_input)
             if isinstance(activation, SlotOwner):
                 activation.declare_one(te_adapter.read_activation, ctx2, 0, name=SlotName.ACT_INPUT)
+        wide = None if bias_scales is None else wide_scales(bias_scales)
         if numbers is not None:
             numbers.fc2(bias2, wide, y)
         else:
-            kernels.fc2(fc2_input, weights2, bias2, wide, offsets2, y, ready)
+            kernels.fc2(fc2_input, weights2, bias2, wide, offsets2, y)
         if saves:
             ctx3.te_offload_rebuilt = wgrad2
             more = () if bias_scales is None else (bias_scales,)

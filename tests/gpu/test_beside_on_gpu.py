@@ -1,6 +1,4 @@
-"""FC1's weight gradient begins while its dgrad, of which it needs nothing, still runs, and FC2 while FC1 does, with the
-experts whose rows are there: only time changes.
-"""
+"""FC1's weight gradient begins while its dgrad, of which it needs nothing, still runs: only time changes."""
 
 from __future__ import annotations
 
@@ -150,80 +148,3 @@ def test_what_comes_after_the_wgrad_waits_for_the_kernel_ahead_of_it_too(capture
         late_copy_and_wgrad(source, target, layer, order)
         found = target.clone()
     assert torch.equal(found, source)
-
-
-class Forward:
-    """FC1 and FC2 of one routing, with FC2's biases, also their scales, or neither."""
-
-    def __init__(
-        self, sizes: list[int], dtype: torch.dtype = torch.bfloat16, *, biases: int = 0, clamp: float | None = None
-    ) -> None:
-        self.kernels = Sm90Kernels(SquaredReLU(clamp))
-        tokens, experts = sum(sizes) + BEYOND, len(sizes)
-        self.sizes, self.x = torch.tensor(sizes, device="cuda"), random(tokens, HIDDEN, dtype=dtype)
-        self.scales = random(tokens, dtype=torch.float32)
-        self.weights1 = self.kernels.prepare("FC1", random(experts, FFN, HIDDEN, dtype=dtype))
-        self.weights2 = self.kernels.prepare("FC2", random(experts, HIDDEN, FFN, dtype=dtype))
-        self.biases = [random(experts, HIDDEN, dtype=dtype), self.scales][:biases] + [None] * (2 - biases)
-        self.y = torch.empty_like(self.x)
-
-    def run(self, *, apart: bool = False) -> list[torch.Tensor]:
-        """The activation's input, FC2's and the output. ``there``: the counts before FC1, ``ready`` after it."""
-        kernels, (bias, bias_scales) = self.kernels, self.biases
-        offsets, found = kernels.begin(self.sizes, self.y, self.weights1)
-        assert found is not None
-        self.ready, self.there = found, found.clone()
-        act_input, fc2_input = kernels.fc1(self.x, self.weights1, None, self.scales, offsets, self.ready)
-        ready = None if apart else self.ready
-        kernels.fc2(fc2_input, self.weights2, bias, bias_scales, offsets, self.y, ready)
-        used = int(offsets[-1])
-        return [act_input[:used], fc2_input[:used], self.y]
-
-
-@pytest.mark.parametrize("biases", [0, 1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_fc2_that_begins_before_fc1_is_over_gives_the_bits_of_one_after_the_other(
-    sizes: list[int], dtype: torch.dtype, biases: int
-) -> None:
-    layer = Forward(sizes, dtype, biases=biases)
-    expected = [one.clone() for one in layer.run(apart=True)]
-    for _ in range(20):
-        layer.y.fill_(float("nan"))
-        for one, other in zip(layer.run(), expected, strict=True):
-            assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("clamp", [None, 2.0])
-@pytest.mark.parametrize("per_expert", [40, 250, 500, 2500])  # other tiles, of clusters too
-def test_fc1_counts_the_tiles_of_each_expert_up_to_zero(per_expert: int, clamp: float | None) -> None:
-    generator = torch.Generator().manual_seed(per_expert)
-    for _ in range(4):
-        sizes = torch.randint(0, 2 * per_expert, (9,), generator=generator).tolist()
-        layer = Forward(sizes, clamp=clamp)
-        layer.run()
-        assert (layer.there < 0).tolist() == [size > 0 for size in sizes]
-        assert not layer.ready.any()
-
-
-def test_fc2_computes_nothing_of_an_expert_whose_rows_are_not_ready() -> None:
-    layer = Forward(SIZES["even"])
-    *_, fc2_input, expected = (one.clone() for one in layer.run())
-    experts, tokens = len(SIZES["even"]), layer.x.shape[0]
-    offsets = layer.kernels.offsets(layer.sizes, layer.y)
-    rows = torch.cat([fc2_input, fc2_input.new_zeros(BEYOND, FFN)])
-    # one copy, in this order: what FC2 has written by then, and then that all is ready
-    words = tokens * HIDDEN // 2
-    source, target = (torch.zeros(words + experts, dtype=torch.int32, device="cuda") for _ in range(2))
-    y = source[:words].view(torch.bfloat16).view(tokens, HIDDEN)
-    seen = target[:words].view(torch.bfloat16).view(tokens, HIDDEN)
-    ready = target[words:]
-    for _ in range(2):  # the first time it compiles, which takes long
-        y.fill_(3)
-        ready.fill_(-1)
-        torch.cuda.synchronize()
-        copy_late(source, target)
-        layer.kernels.fc2(rows, layer.weights2, None, None, offsets, y, ready)
-        torch.cuda.synchronize()
-        assert bool((seen[:-BEYOND] == 3).all())
-        assert torch.equal(y[:-BEYOND], expected[:-BEYOND])

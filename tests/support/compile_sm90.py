@@ -68,16 +68,14 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int, ffn: i
     launches = Launches()
     kernels = sm90.Sm90Kernels(activation)
     table, sizes = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS, dtype=torch.int64)
+    offsets = kernels.offsets(sizes, empty(tokens, HIDDEN, dtype=dtype))
     of_fc1, of_fc2 = [Experts(empty(EXPERTS, *shape, dtype=dtype), table) for shape in ((ffn, HIDDEN), (HIDDEN, ffn))]
-    kernels.offsets(sizes, empty(tokens, HIDDEN, dtype=dtype))
-    offsets, ready = kernels.begin(sizes, empty(tokens, HIDDEN, dtype=dtype), of_fc1)
     x, scales = empty(tokens, HIDDEN, dtype=dtype), empty(tokens, dtype=torch.float32)
     bias1, bias2 = empty(EXPERTS, ffn, dtype=dtype), empty(EXPERTS, HIDDEN, dtype=dtype)
     for bias in (bias1, None):
-        act_input, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets, ready)
+        act_input, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets)
     for bias, bias_scales in ((None, None), (bias2, None), (bias2, scales)):
-        for after in (ready, None)[: 2 if tokens == USUAL else 1]:
-            kernels.fc2(fc2_input, of_fc2, bias, bias_scales, offsets, torch.empty_like(x), after)
+        kernels.fc2(fc2_input, of_fc2, bias, bias_scales, offsets, torch.empty_like(x))
     kernels.bias_grads(x, bias2, scales, offsets)
     dact_input, fc2_input, _, orders = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
     kernels.wgrad(x, fc2_input, offsets, of_fc2, accumulate=False, order=orders[0])

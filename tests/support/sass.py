@@ -29,8 +29,6 @@ class Seen:
         waits_last: the warps that load operands wait for the kernels before this one after their last load.
         lets_next_begin: once they have waited, and before they touch memory, all warps let the next kernel begin
             (``PREEXIT``).
-        asks_first: the warps that load operands read a count, until it is what they want, before each tile's first load.
-        counts_last: the warps that multiply add to a count after the last store of a tile has arrived in memory.
     """
 
     kernel: str
@@ -40,8 +38,6 @@ class Seen:
     parts_wait_first: tuple[bool, ...]
     waits_last: bool
     lets_next_begin: bool
-    asks_first: bool
-    counts_last: bool
 
 
 def look_into(kernels: Iterable[Path]) -> list[Seen]:
@@ -64,8 +60,6 @@ def _look_into(kernel: Path) -> Seen:
         _parts_that_wait_first(code),
         _waits_last(code),
         _lets_next_begin(code),
-        _asks_first(code),
-        _counts_last(code),
     )
 
 
@@ -108,15 +102,3 @@ def _lets_next_begin(code: str) -> bool:
     _, *parts = _parts(code)
     ahead = [part[: found.start()] for part in parts if (found := _MEMORY.search(part))]
     return bool(ahead) and all(re.search(r"ACQBULK.*PREEXIT", part, re.DOTALL) for part in ahead)
-
-
-def _asks_first(code: str) -> bool:
-    _, loads, *_ = (*_parts(code), "")
-    return bool(re.search(r"LDG\.E\.STRONG\.GPU.*FENCE\.VIEW\.ASYNC\.G", loads.partition("UTMALDG")[0], re.DOTALL))
-
-
-def _counts_last(code: str) -> bool:
-    multiplies = _parts(code)[-1]
-    stores, _, after = multiplies.rpartition("UTMASTG")
-    arrived = re.search(r"DEPBAR\.LE SB0, 0x0.*MEMBAR\.ALL\.GPU.*REDG\.E\.ADD\.STRONG\.GPU", after, re.DOTALL)
-    return bool(stores and arrived) and "REDG" not in stores

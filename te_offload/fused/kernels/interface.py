@@ -66,16 +66,6 @@ class Kernels(Protocol):
         Rows of ``out`` (T, columns) beyond the last expert's become zero: what `fc2` leaves out.
         """
 
-    def begin(
-        self, split_sizes: torch.Tensor, out: torch.Tensor, weights: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`offsets`, and ``ready``: given to `fc1` and, right after it, to `fc2` with these offsets, it lets FC2 begin
-        before FC1 is over. Whatever else FC2 reads, it writes or computes, has to be launched before FC1.
-
-        Args:
-            weights: FC1's, from `prepare`.
-        """
-
     def clear(self, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """Rows of ``out`` (T, columns) beyond the last expert's become zero."""
 
@@ -86,7 +76,6 @@ class Kernels(Protocol):
         bias: torch.Tensor | None,
         scales: torch.Tensor,
         offsets: torch.Tensor,
-        ready: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``act_input = x @ w1.T + bias`` and ``fc2_input = act(act_input) * scale``, both (T, F), for x (T, H)."""
 
@@ -98,7 +87,6 @@ class Kernels(Protocol):
         bias_scales: torch.Tensor | None,
         offsets: torch.Tensor,
         out: torch.Tensor,
-        ready: torch.Tensor | None = None,
     ) -> None:
         """``out = fc2_input @ w2.T + bias * bias_scale``, (T, H), in the experts' rows alone."""
 

@@ -35,12 +35,6 @@ class ReferenceKernels:
         self.clear(offsets, out)
         return offsets
 
-    def begin(
-        self, split_sizes: torch.Tensor, out: torch.Tensor, weights: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `Kernels.begin`."""
-        return self.offsets(split_sizes, out), None
-
     def clear(self, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.clear`."""
         out[int(offsets[-1]) :].zero_()
@@ -52,7 +46,6 @@ class ReferenceKernels:
         bias: torch.Tensor | None,
         scales: torch.Tensor,
         offsets: torch.Tensor,
-        ready: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.fc1`."""
         act_input = x.new_empty(x.shape[0], weights[0].shape[0])
@@ -67,7 +60,6 @@ class ReferenceKernels:
         bias_scales: torch.Tensor | None,
         offsets: torch.Tensor,
         out: torch.Tensor,
-        ready: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.fc2`."""
         biases = None if bias is None else list(bias.unbind(0))

@@ -12,7 +12,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 _WARP = 32
 _THREADS = 256
@@ -48,19 +48,10 @@ class ExpertOffsets:
     @cute.jit  # type: ignore[untyped-decorator]
     def __call__(self, sizes: cute.Tensor, offsets: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream) -> None:
         """Launch."""
-        kernel = self.kernel(sizes, offsets, out, None, Int32(1), Int32(0))
-        kernel.launch(grid=[_BLOCKS, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+        self.kernel(sizes, offsets, out).launch(grid=[_BLOCKS, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
     @cute.kernel  # type: ignore[untyped-decorator]
-    def kernel(
-        self,
-        sizes: cute.Tensor,
-        offsets: cute.Tensor,
-        out: cute.Tensor,
-        ready: Any,
-        above: Int32,
-        beside: Int32,
-    ) -> None:
+    def kernel(self, sizes: cute.Tensor, offsets: cute.Tensor, out: cute.Tensor) -> None:
         """Every warp adds up the sizes; the first one of all writes."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -79,30 +70,8 @@ class ExpertOffsets:
             upto = inclusive_sum(size, lane)
             if writes & (index < count):
                 offsets[index + 1] = cutlass.min(end + upto, rows)
-                if const_expr(ready is not None):
-                    used = cutlass.min(end + upto, rows) - cutlass.min(end + upto - size, rows)
-                    ready[index] = -(cute.ceil_div(used, above) * beside)
             end = cutlass.min(end + cute.arch.shuffle_sync(upto, _WARP - 1), rows)
         _clear(out, end)
-
-
-class BeginExperts(ExpertOffsets):
-    """The same; and ``ready[i]``, int32, minus the number of tiles of expert i: ``beside`` for each ``above`` rows."""
-
-    @cute.jit  # type: ignore[untyped-decorator]
-    def __call__(
-        self,
-        sizes: cute.Tensor,
-        offsets: cute.Tensor,
-        out: cute.Tensor,
-        ready: cute.Tensor,
-        above: Int32,
-        beside: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        """Launch."""
-        kernel = self.kernel(sizes, offsets, out, ready, above, beside)
-        kernel.launch(grid=[_BLOCKS, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
 
 class ClearRows:
@@ -163,4 +132,4 @@ class RowSums:
             sums[row] = total
 
 
-KERNELS: dict[str, Any] = {"offsets": ExpertOffsets, "begin": BeginExperts, "clear": ClearRows, "sums": RowSums}
+KERNELS: dict[str, Any] = {"offsets": ExpertOffsets, "clear": ClearRows, "sums": RowSums}

@@ -23,8 +23,7 @@ from te_offload.fused.kernels.experts import Experts, ExpertsCache
 from te_offload.fused.kernels.interface import Orders, SquaredReLU, Tensors, TileOrder
 from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90_experts import TABLE
-from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile, up
-from te_offload.fused.kernels.sm90_order import READY
+from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile
 
 Tiles = Sequence[tuple[Tile, float]]
 
@@ -152,22 +151,6 @@ class Sm90Kernels:
         self._rows("offsets", out.dtype, split_sizes.dtype)(split_sizes.contiguous(), offsets, out)
         return offsets
 
-    def begin(
-        self, split_sizes: torch.Tensor, out: torch.Tensor, weights: Experts
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `Kernels.begin`. ``ready`` (N,) int32: minus the tiles of each expert that `fc1` will count."""
-        if not out.shape[0]:
-            return self.offsets(split_sizes, out), None
-        experts, (_, ffn, hidden) = split_sizes.shape[0], weights.view.shape
-        tile = self._tile_for("fc1", Regime.of(out.shape[0], experts), None, ffn, hidden)
-        offsets = torch.empty(experts + 1, dtype=torch.int32, device=out.device)
-        ready = torch.empty(experts, dtype=torch.int32, device=out.device)
-        above = tile.rows * tile.cluster_rows
-        beside = tile.cluster_rows * up(tile.parts(ffn), tile.cluster_columns)
-        kernel = self._rows("begin", out.dtype, split_sizes.dtype)
-        kernel(split_sizes.contiguous(), offsets, out, ready, above, beside)
-        return offsets, ready
-
     def clear(self, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.clear`."""
         if out.shape[0]:
@@ -180,14 +163,13 @@ class Sm90Kernels:
         bias: torch.Tensor | None,
         scales: torch.Tensor,
         offsets: torch.Tensor,
-        ready: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.fc1`."""
         act_input = x.new_empty(x.shape[0], weights.view.shape[1])
         fc2_input = torch.empty_like(act_input)
         tanh = self._activation.clamp is not None
         kernel = getattr(sm90_device, sm90_device.fc1_name(_DTYPE_NAMES[x.dtype], bias=bias is not None, tanh=tanh))
-        values = {"scale": scales, "fc2_input": fc2_input, TABLE: weights.table, READY: ready, **self._numbers()}
+        values = {"scale": scales, "fc2_input": fc2_input, TABLE: weights.table, **self._numbers()}
         if bias is not None:
             values["bias"] = bias
         tile = self._tile("fc1", x, weights, act_input)
@@ -202,18 +184,14 @@ class Sm90Kernels:
         bias_scales: torch.Tensor | None,
         offsets: torch.Tensor,
         out: torch.Tensor,
-        ready: torch.Tensor | None = None,
     ) -> None:
         """See `Kernels.fc2`."""
         tile = self._tile("fc2", fc2_input, weights, out)
-        values, name = {TABLE: weights.table}, "PlainGemm"
+        kernel, values = sm90_device.PlainGemm, {TABLE: weights.table}
         if bias is not None:
-            values["bias"], name = bias, "BiasGemm"
+            kernel, values["bias"] = sm90_device.BiasGemm, bias
         if bias is not None and bias_scales is not None:
-            values["scale"], name = bias_scales, "ScaledBiasGemm"
-        if ready is not None:
-            values[READY], name = ready, f"Ready{name}"
-        kernel = getattr(sm90_device, name)
+            kernel, values["scale"] = sm90_device.ScaledBiasGemm, bias_scales
         self._launch(kernel, tile, fc2_input, weights.view, out, None, values, offsets)
 
     def fc2_dgrad(

@@ -137,12 +137,9 @@ def _compile_expert_rows(name: str, dtype: Any, sizes_dtype: Any, _source: str) 
     rows = cute.sym_int()
     offsets = make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)
     matrix = make_fake_tensor(dtype, (rows, cute.sym_int()), leading_dim=1, divisibility=1)
-    arguments: list[Any]
-    if name in ("offsets", "begin"):
+    if name == "offsets":
         sizes = make_fake_tensor(sizes_dtype, (cute.sym_int(),), leading_dim=0, divisibility=1)
         arguments = [sizes, offsets, matrix]
-        if name == "begin":
-            arguments += [_numbers(Int32, 1), Int32(1), Int32(1)]
     elif name == "clear":
         arguments = [offsets, matrix]
     else:

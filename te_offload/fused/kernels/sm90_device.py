@@ -20,15 +20,8 @@ from quack.epilogue.ops import ColVecLoad, ColVecReduce, EpiOp, Scalar, TileStor
 from quack.epilogue.visit import _EpiModMixinBase
 from quack.gemm_sm90 import GemmSm90
 
-from te_offload.fused.kernels.sm90_experts import TABLE, ExpertRow, GradsByTable, PerExpert, WeightsByTable
-from te_offload.fused.kernels.sm90_order import (
-    READY,
-    AfterWorkBefore,
-    AheadOfAnother,
-    BesideWorkBefore,
-    SaysWhenReady,
-    WeightsWhenReady,
-)
+from te_offload.fused.kernels.sm90_experts import TABLE, ExpertRow, GradsByTable, TableArgument, WeightsByTable
+from te_offload.fused.kernels.sm90_order import AfterWorkBefore, AheadOfAnother, BesideWorkBefore
 
 _FIVE_STAGES_WIDE = 192  # columns of a tile of which five stages fit beside parts of 16 columns, and four beside 32
 _OPTIONAL_TENSOR = cute.Tensor | None
@@ -71,7 +64,7 @@ def make_kernel(
         adds: ``D`` is added to what is there. mixins: before all others. begins: when it may, one of three of
             `sm90_order`. module: where the class is to be found.
     """
-    every = (*ops, PerExpert(TABLE))
+    every = (*ops, TableArgument(TABLE))
     fields = [(op.name, op.arg_spec_type()) for op in every] + [(field, _OPTIONAL_TENSOR) for field in _SPLIT_K]
     arguments = NamedTuple("EpilogueArguments", fields)  # type: ignore[misc]
     arguments.__new__.__defaults__ = (None,) * len(fields)  # type: ignore[attr-defined]
@@ -134,20 +127,11 @@ COLUMN, ROW = ("scale", "col"), ("bias", "row")
 CLAMP = Scalar("clamp"), Scalar("inverse")
 NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
 DSCALE = ColVecReduce("dscale", scaled=True)
-COUNTS = PerExpert(READY)
 
 PlainGemm = make_kernel("PlainGemm", linear)
 BiasGemm = make_kernel("BiasGemm", linear, ops=(BIAS,), operands=(ROW,))
 ScaledBiasGemm = make_kernel("ScaledBiasGemm", linear, ops=(BIAS, SCALE), operands=(ROW, COLUMN))
 """``D = A @ w``, plus a bias an expert, times a scale a row: FC2."""
-
-_WHEN_READY: dict[str, Any] = {"by_table": WeightsWhenReady, "begins": BesideWorkBefore}
-ReadyPlainGemm = make_kernel("ReadyPlainGemm", linear, ops=(COUNTS,), **_WHEN_READY)
-ReadyBiasGemm = make_kernel("ReadyBiasGemm", linear, ops=(BIAS, COUNTS), operands=(ROW,), **_WHEN_READY)
-ReadyScaledBiasGemm = make_kernel(
-    "ReadyScaledBiasGemm", linear, ops=(BIAS, SCALE, COUNTS), operands=(ROW, COLUMN), **_WHEN_READY
-)
-"""The same, launched right after FC1: each expert's tiles begin when its rows are there."""
 
 DgradGemm = make_kernel("DgradGemm", linear, begins=AheadOfAnother)
 """``D = A @ w``: the dgrad of FC1."""
@@ -177,11 +161,9 @@ for _dtype_name, _dtype in (("BF16", BFloat16), ("FP16", Float16)):
             globals()[_name] = make_kernel(
                 _name,
                 _fc1(_dtype),
-                ops=(*((BIAS,) if _with_bias else ()), SCALE, *(CLAMP if _with_tanh else ()), _FC2_INPUT, COUNTS),
+                ops=(*((BIAS,) if _with_bias else ()), SCALE, *(CLAMP if _with_tanh else ()), _FC2_INPUT),
                 operands=(*((ROW,) if _with_bias else ()), COLUMN, *(NUMBERS if _with_tanh else ())),
                 outputs=("fc2_input",),
-                mixins=(SaysWhenReady,),
-                begins=AheadOfAnother,
             )
 
 DSReLUGemm = make_kernel(

@@ -68,8 +68,8 @@ class ByExpert(cute.Tensor):  # type: ignore[misc]
     stride = property(lambda self: self._tensor.stride)
 
 
-class PerExpert(EpiOp):  # type: ignore[misc]
-    """Brings one int32 an expert into the kernel, such as the table; no epilogue reads it by itself."""
+class TableArgument(EpiOp):  # type: ignore[misc]
+    """Brings the table into the kernel; no epilogue reads it."""
 
     def host_fake_arg(self, key: Any, fctx: Any) -> Any:
         """QuACK's."""
@@ -93,7 +93,7 @@ class ExpertRow(RowVecLoad):  # type: ignore[misc]
         return make_fake_tensor(dtype, (cute.sym_int(), fctx.n), leading_dim=1, divisibility=4)
 
 
-class TableFound:
+class _TableFound:
     """Mixin before QuACK's GEMM: takes the table from the epilogue's arguments before tensors for TMA are made."""
 
     _table: Any
@@ -103,7 +103,7 @@ class TableFound:
         super()._setup_attributes(epilogue_args)  # type: ignore[misc]
 
 
-class WeightsByTable(TableFound):
+class WeightsByTable(_TableFound):
     """Operand B goes through the table."""
 
     def make_tma_load_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class WeightsByTable(TableFound):
         return (*first, ByExpert(weights, self._table))
 
 
-class GradsByTable(TableFound):
+class GradsByTable(_TableFound):
     """D goes through the table."""
 
     def make_tma_epilogue_atoms_and_tensors(self, *args: Any, **kwargs: Any) -> Any:
