@@ -134,6 +134,10 @@ class SlotHandle(Protocol):
     def name(self) -> str:
         """The slot's, for messages."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the buffers are on the device, so that `take` has nothing to wait for."""
+
     def take(self) -> list[torch.Tensor]:
         """The buffers, ready for work queued from now on. Called once."""
 

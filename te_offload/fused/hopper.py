@@ -348,20 +348,27 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         del multiply
         dbias2, dbias_scales = bias_grads(fc2, kernels, dy, bias_scales, offsets2)
 
-        te_adapter.bring_carried(fc1, ctx1)
-        offsets1, x = ctx1.saved_tensors[1], ctx1.saved_tensors[5]
+        bring_x = te_adapter.bring_exempt(fc1, ctx1)
+        offsets1 = ctx1.saved_tensors[1]
         if ctx1.te_offload_two_splits and numbers is None:
             kernels.clear(offsets2, dact_input)
         shape = [*grad_output.shape[:-1], fc1.in_features]
         grad_input = te_adapter.validate_or_alloc_output(ctx1.dgrad_out, shape, dtype, dy.device)
         dx = _rows(grad_input)
+        together = numbers is None and bring_x is None and ctx1.weight_requires_grad
         if numbers is not None:
             numbers.fc1_dgrad(dact_input, dx, wgrad=ctx1.weight_requires_grad)
+        elif not together:
+            kernels.fc1_dgrad(dact_input, weights1, offsets1, dx)
+        if bring_x is not None:  # only now: what is on its way has had the dgrad's time
+            bring_x()
+        x = ctx1.saved_tensors[5]
+        if numbers is not None:
             multiply = functools.partial(numbers.fc1_wgrad, x)
-        else:
+        elif together:
             multiply = functools.partial(_fc1_backward, kernels, dact_input, x, weights1, offsets1, dx, orders[1])
-            if not ctx1.weight_requires_grad:
-                kernels.fc1_dgrad(dact_input, weights1, offsets1, dx)
+        else:
+            multiply = functools.partial(_multiply, kernels, dact_input, x, offsets1, orders[1])
         grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply, together=together1)
         dbias1, _ = bias_grads(fc1, kernels, dact_input, None, offsets1)
         params = [

@@ -273,6 +273,11 @@ class Saved:
         return self.entry.name
 
     @property
+    def is_here(self) -> bool:
+        """See `SlotHandle.is_here`."""
+        return self.tensors is not None
+
+    @property
     def held(self) -> list[torch.Tensor]:
         """The tensors, while the handle holds them."""
         assert self.tensors is not None

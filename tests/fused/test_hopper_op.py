@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from te_offload.errors import ArgumentError, ArgumentTypeError
 from te_offload.fused import find_windows, fuse, hopper
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference import ReferenceKernels
+from te_offload.offload.saved import Saved
 from te_offload.ops import te_adapter
 from tests.layouts.test_unfused_layouts import listen
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp, run
@@ -154,6 +155,30 @@ def test_kept_slot_stays_and_the_others_go(keep: str) -> None:
         going[keep] = Fate.KEPT
     assert fates == going
     assert_same_bits(expected, found)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_fc1_input_is_waited_for_after_fc1s_dgrad_and_one_that_is_here_lets_both_products_go_at_once(
+    monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    module, events = mlp(keep=["fc1_input"] if kept else []), []
+
+    def watch(owner: type, name: str, said: Callable[[Any], str] | None = None) -> None:
+        real = getattr(owner, name)
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            events.append(name if said is None else said(self))
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("fc2_dgrad", "fc1_dgrad", "wgrad", "fc1_backward"):
+        watch(ReferenceKernels, name)
+    watch(Saved, "take", lambda saved: saved.entry.slot.value)
+    with OffloadSession([module], min_bytes=0) as session, session.step():
+        run(module, SPLITS)
+    fc1 = ["fc1_input", "fc1_backward", "fc1_dgrad", "wgrad"] if kept else ["fc1_dgrad", "fc1_input", "wgrad"]
+    assert events == ["act_input", "fc2_dgrad", "wgrad", *fc1]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

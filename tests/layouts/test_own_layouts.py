@@ -25,8 +25,13 @@ class Handle:
 
     name = "a slot"
 
-    def __init__(self, buffers: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, buffers: tuple[torch.Tensor, ...], *, is_here: bool) -> None:
         self._buffers = buffers
+        self._is_here = is_here
+
+    @property
+    def is_here(self) -> bool:
+        return self._is_here
 
     def take(self) -> list[torch.Tensor]:
         return list(self._buffers)
@@ -35,8 +40,9 @@ class Handle:
 class Taker(SlotObserver):
     """Takes what ops save."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = False) -> None:
         self.saved: list[SavedSlot] = []
+        self._keeps = keeps
 
     def watch(self) -> Watch:
         return Watch.TAKES
@@ -45,7 +51,7 @@ class Taker(SlotObserver):
         assert take
         beside = 0 if saved.carried_bytes is None else saved.carried_bytes()
         self.saved.append(saved._replace(carried_bytes=None, nbytes=beside))
-        return Handle(saved.buffers) if saved.buffers else None
+        return Handle(saved.buffers, is_here=self._keeps) if saved.buffers else None
 
 
 class Case(NamedTuple):
@@ -93,8 +99,8 @@ def context_of(case: Case) -> OperationContext:
     return ctx
 
 
-def declared(case: Case, *, read: bool) -> tuple[SavedSlot, OperationContext]:
-    taker, ctx = Taker(), context_of(case)
+def declared(case: Case, *, read: bool, keeps: bool = False) -> tuple[SavedSlot, OperationContext]:
+    taker, ctx = Taker(keeps=keeps), context_of(case)
     case.op.observe_slot(taker)
     if read:
         case.op.declare(case.read, ctx)
@@ -115,6 +121,27 @@ def test_backward_finds_the_very_entries_that_the_forward_saved(case: Case) -> N
     _, ctx = declared(case, read=False)
     te_adapter.bring_carried(case.op, ctx)  # type: ignore[arg-type]
     assert len(ctx.saved_tensors) == len(case.entries)
+    for found, expected in zip(ctx.saved_tensors, case.entries, strict=True):
+        assert found is expected
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_slot_that_is_away_comes_back_when_asked_for_and_all_else_before(case: Case, read: bool) -> None:
+    _, ctx = declared(case, read=read)
+    bring = te_adapter.bring_exempt(case.op, ctx)  # type: ignore[arg-type]
+    has_slot = case.entries[case.place] is not None
+    assert (bring is not None) == has_slot
+    for number, (found, expected) in enumerate(zip(ctx.saved_tensors, case.entries, strict=True)):
+        assert found is (None if number == case.place else expected)
+    if bring is not None:
+        bring()
+        assert ctx.saved_tensors[case.place] is case.entries[case.place]
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_slot_that_never_left_is_there_at_once(case: Case, read: bool) -> None:
+    _, ctx = declared(case, read=read, keeps=True)
+    assert te_adapter.bring_exempt(case.op, ctx) is None  # type: ignore[arg-type]
     for found, expected in zip(ctx.saved_tensors, case.entries, strict=True):
         assert found is expected
 

@@ -101,6 +101,10 @@ class Elsewhere:
         for buffer in buffers:
             buffer.view(torch.uint8).fill_(0xAA)
 
+    @property
+    def is_here(self) -> bool:
+        return True
+
     def take(self) -> list[torch.Tensor]:
         return [kept.clone() for kept in self._kept]
 

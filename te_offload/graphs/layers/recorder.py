@@ -30,6 +30,11 @@ class _Handle(SlotHandle):
         """See `SlotHandle.name`."""
         return self._name
 
+    @property
+    def is_here(self) -> bool:
+        """See `SlotHandle.is_here`. What was away comes back before the graph is replayed."""
+        return True
+
     def take(self) -> list[torch.Tensor]:
         """See `SlotHandle.take`."""
         found, self._buffers = self._buffers, []

@@ -22,7 +22,7 @@ from te_offload.ops.te_adapter.blocks import (
     nvfp4_numbers,
     nvfp4_reference,
 )
-from te_offload.ops.te_adapter.carry import Layout, bring_carried, buffers_of, carry_tensor, slot_at
+from te_offload.ops.te_adapter.carry import Layout, bring_carried, bring_exempt, buffers_of, carry_tensor, slot_at
 from te_offload.ops.te_adapter.fp8 import fp8_recipe_reason, fp8_scaling, fp8_weights, is_fp8_weight
 from te_offload.ops.te_adapter.fusion import (
     GROUPED_LINEAR_GRAD_INPUT_KEY,
@@ -97,6 +97,7 @@ __all__ = [
     "block_scaling",
     "block_weights",
     "bring_carried",
+    "bring_exempt",
     "buffers_of",
     "carry_tensor",
     "columns_of",

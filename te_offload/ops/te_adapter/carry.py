@@ -9,7 +9,7 @@ entry is what.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -245,21 +245,39 @@ def bring_carried(op: torch.nn.Module, ctx: OperationContext) -> None:
     Raises:
         SavedTensorModifiedError: an exempt tensor was written to since the forward.
     """
+    bring_slots = bring_exempt(op, ctx)
+    if bring_slots is not None:
+        bring_slots()
+
+
+def bring_exempt(op: torch.nn.Module, ctx: OperationContext) -> Callable[[], None] | None:
+    """`bring_carried`, but for slots that are away, which what is returned brings; ``None``: none is.
+
+    Raises:
+        SavedTensorModifiedError: an exempt tensor was written to since the forward.
+    """
     carried = ctx.__dict__.pop("te_offload_carried", None)
     node: Any = torch._C._current_autograd_node()
     if node is not None and getattr(node, "tensor_objects", 0) is None:
         node.tensor_objects = _Spent(op, carried[3] if carried else ())
     if carried is None:
-        return
+        return None
     entries, tensors, versions, slots = carried
     if [tensor._version for tensor in tensors] != versions:  # what autograd compares
         raise SavedTensorModifiedError(
             f"{type(op).__name__}: a weight, the router scales or the split sizes were written to in place between the "
             "forward and its backward, so gradients would be wrong. Call optimizer.step() after the backward."
         )
+    ctx.saved_tensors = entries
+    if all(taken.handle is None or taken.handle.is_here for taken in slots):
+        _bring(entries, slots)
+        return None
+    return functools.partial(_bring, entries, slots)
+
+
+def _bring(entries: list[Saved], slots: Sequence[Taken | TakenTensor]) -> None:
     for taken in slots:
         entries[taken.places.start : taken.places.stop] = taken.bring()
-    ctx.saved_tensors = entries
 
 
 class _Spent:
