@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+_FEW = 4  # tensors up to which one loop finds their runs in less time than functions over all of them
 ALIGNMENT = 512  # bytes; what CUDA's caching allocator gives
 SEGMENT = 2 << 20  # bytes; the allocator's segments begin at multiples, and a copy must not span two of them
 _ADDRESS, _STORAGE, _IS_CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.is_contiguous
@@ -324,17 +325,18 @@ def lone_runs(begins: Sequence[int], lengths: Sequence[int], *, across_storages:
     """
     order = sorted(range(len(begins)), key=begins.__getitem__)
     places: list[tuple[int, int]] = [(0, 0)] * len(begins)
-    sorted_begins, sorted_lengths = [begins[index] for index in order], [lengths[index] for index in order]
-    room = map(operator.sub, sorted_begins[1:], map(operator.add, sorted_begins, sorted_lengths))
-    if not across_storages or min(room, default=ALIGNMENT) >= ALIGNMENT:  # each is a run
-        for number, index in enumerate(order):
-            places[index] = number, 0
-        return Runs(tuple(map(Run, sorted_begins, sorted_lengths)), tuple(places), sum(lengths)), order
+    if len(order) > _FEW:
+        sorted_begins, sorted_lengths = [begins[index] for index in order], [lengths[index] for index in order]
+        room = map(operator.sub, sorted_begins[1:], map(operator.add, sorted_begins, sorted_lengths))
+        if not across_storages or min(room) >= ALIGNMENT:  # each is a run
+            for number, index in enumerate(order):
+                places[index] = number, 0
+            return Runs(tuple(map(Run, sorted_begins, sorted_lengths)), tuple(places), sum(lengths)), order
     runs: list[Run] = []
     first, end = begins[order[0]], -1
     for index in order:
         begin = begins[index]
-        if begin >= end + ALIGNMENT or not begin % SEGMENT:
+        if begin >= end + ALIGNMENT or not across_storages or not begin % SEGMENT:
             if end >= 0:
                 runs.append(Run(first, end - first))
             first = begin

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from te_offload.offload.transfer import Mark
 
 _FEW = 16  # tensors; more are cut from few pieces of memory when they come back
+_LONE = 8  # slots of one tensor each that go together; of more, those of one lot are cut at once when back
 _TENSORS, _DTYPE, _NBYTES, _SHAPE = map(attrgetter, ("tensors", "dtype", "nbytes", "shape"))
 
 
@@ -225,6 +226,11 @@ class Load:
         assert self.runs is not None
         handles, tensors, places, at = self.handles, self.tensors, self.runs.places, cargo.places
         one_each = len(handles) == len(tensors)
+        if one_each and len(handles) <= _LONE:
+            for handle, (run, distance) in zip(handles, places, strict=True):  # type: ignore[misc]
+                lot, begin = at[run]
+                handle.go_alone(cargo, lot, begin + distance)
+            return
         counts = [1] if one_each else [len(handle.held) for handle in handles]
         owners = [number for number, count in enumerate(counts) for _ in range(count)]
         bases = list(accumulate(counts, initial=0))
@@ -295,7 +301,8 @@ def as_one(loads: list[Load], device: torch.device) -> Load:
         first.last = max([load.last for load in loads], key=first.entry.visit.entries.index)
     across = joins_storages(device.type)
     alone = [load.tensors[0] for load in loads if load.contiguous]
-    usual = False not in usual_strides(alone, list(map(_SHAPE, alone)))
+    few = len(first.tensors) == len(first.handles) <= _LONE
+    usual = few or False not in usual_strides(alone, list(map(_SHAPE, alone)))
     if usual and False not in [load.contiguous or load.apart is not None for load in loads]:
         begins, lengths = _begins_and_lengths(loads)
         if 0 not in lengths and not any(map(ALIGNMENT.__rmod__, begins)):

@@ -71,12 +71,18 @@ def two_ops(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], OffloadSes
     return ops(tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
 
 
+def an_op_each(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], OffloadSession]:
+    """The same of as many ops as there are tensors, whose slots go together."""
+    return ops(*[[tensor] for tensor in tensors])
+
+
 @pytest.fixture(autouse=True, scope="module", params=["one by one", "at once"])
 def however_they_are_cut(request: pytest.FixtureRequest) -> Iterator[None]:
     """A few tensors are cut one by one from memory that is back, many at once."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "at once":
             patch.setattr(load, "_FEW", 1)
+            patch.setattr(load, "_LONE", 1)
         yield
 
 
@@ -84,6 +90,7 @@ def however_they_are_cut(request: pytest.FixtureRequest) -> Iterator[None]:
 def cut_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Filled with the numbers of tensors that each piece of memory holds of those that are cut at once."""
     monkeypatch.setattr(load, "_FEW", 1)
+    monkeypatch.setattr(load, "_LONE", 1)
     found: list[int] = []
     share = Part.share
 
@@ -96,7 +103,7 @@ def cut_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("through", [region, ops, two_ops])
+@pytest.mark.parametrize("through", [region, ops, two_ops, an_op_each])
 @given(
     st.lists(
         st.tuples(
@@ -127,7 +134,7 @@ def test_any_tensors_that_lie_apart_come_back_as_they_were(
     assert record.copies_out == len(tensors)
 
 
-@pytest.mark.parametrize("through", [region, ops])
+@pytest.mark.parametrize("through", [region, ops, an_op_each])
 def test_small_ones_of_one_dtype_share_memory_and_large_ones_have_their_own(through: Any) -> None:
     small = [((3, 50), torch.bfloat16)] * 5 + [((70,), torch.float32)] * 3 + [((9,), torch.uint8)]
     back, _ = through(apart([*small, ((OWN_LOT,), torch.uint8)]))
@@ -136,7 +143,7 @@ def test_small_ones_of_one_dtype_share_memory_and_large_ones_have_their_own(thro
     assert back[9].untyped_storage().nbytes() == OWN_LOT
 
 
-@pytest.mark.parametrize("through", [region, ops, two_ops])
+@pytest.mark.parametrize("through", [region, ops, two_ops, an_op_each])
 def test_those_that_touch_are_one_copy_on_a_gpu_and_come_back_each_to_its_own_place(
     monkeypatch: pytest.MonkeyPatch, through: Any
 ) -> None:
@@ -185,7 +192,7 @@ def test_slot_without_elements_is_no_copy_among_those_that_go_together() -> None
 
 
 @pytest.mark.parametrize("touch", [False, True])
-@pytest.mark.parametrize("through", [region, ops, two_ops])
+@pytest.mark.parametrize("through", [region, ops, two_ops, an_op_each])
 def test_stride_of_a_dimension_of_one_is_what_it_was(
     monkeypatch: pytest.MonkeyPatch, through: Any, touch: bool
 ) -> None:

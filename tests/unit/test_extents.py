@@ -7,7 +7,7 @@ import math
 from random import Random
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from te_offload.offload.extents import ALIGNMENT, SEGMENT, Strip, find_runs, lone, lone_runs, strips_of
@@ -208,6 +208,8 @@ def test_one_contiguous_tensor_is_cut_as_any_others_are(begin: int, size: list[i
     st.randoms(use_true_random=False),
     st.booleans(),
 )
+@example([(0, 512)] * 3, 1, Random(0), True)  # the second one begins a segment
+@example([(0, 512)] * 6, 2, Random(0), True)
 def test_contiguous_tensors_of_their_own_have_the_runs_that_any_others_have(
     parts: list[tuple[int, int]], lead: int, random: Random, across: bool
 ) -> None:
