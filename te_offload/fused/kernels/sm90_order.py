@@ -24,9 +24,7 @@ class AfterWorkBefore:
     where that kernel may still read.
     """
 
-    lets_next_begin = (
-        False  # as soon as this one's blocks all run, if it is `BesideWorkBefore`; else near this one's end
-    )
+    lets_next_begin = False  # when all blocks of this one run; else when they are nearly done, as QuACK has it
 
     def get_scheduler_class(self, varlen_m: bool = False) -> Any:
         """QuACK's."""
