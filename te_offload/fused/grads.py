@@ -41,15 +41,15 @@ def weight_grads(
     ctx: te_adapter.OperationContext,
     kernels: Kernels,
     dy: torch.Tensor,
-    multiply: Callable[[Any, bool], None],
+    multiply: Callable[..., None],
     *,
     together: bool,
 ) -> list[torch.Tensor | None]:
     """Compute the weights' gradients, into ``main_grad`` where asked; one a weight parameter.
 
     Args:
-        dy: of the op's output, of whose dtype new gradients are. multiply: computes them, and adds them if asked, to
-            what `Kernels.prepare` returns. together: one tensor stands for all weights (`StandIns`).
+        dy: of the op's output, of whose dtype new gradients are. multiply: computes them, of what `Kernels.prepare`
+            returns and whether to ``accumulate``. together: one tensor stands for all weights (`StandIns`).
     """
     if not ctx.weight_requires_grad:
         return [None] if together or op.single_grouped_weight else [None] * op.num_groups
@@ -60,7 +60,7 @@ def weight_grads(
         if empty:
             packed.zero_()
         else:
-            multiply(kernels.prepare(f"{name}'s gradient", packed), False)
+            multiply(kernels.prepare(f"{name}'s gradient", packed), accumulate=False)
         return [packed] if together or op.single_grouped_weight else list(packed.unbind(0))
     weights: Any = parameters.weight_parameters(op)
     accumulate = te_adapter.accumulates_into_main_grad(weights[0])
@@ -71,10 +71,10 @@ def weight_grads(
         grads = [grad.view(shape[1:]) for grad in grads]
     if not empty:
         try:
-            multiply(kernels.prepare(f"{name}'s main_grad", grads), accumulate)
+            multiply(kernels.prepare(f"{name}'s main_grad", grads), accumulate=accumulate)
         except ArgumentError:  # where TMA cannot reach it
             packed = torch.empty(shape, dtype=weights[0].main_grad.dtype, device=dy.device)
-            multiply(kernels.prepare(f"{name}'s gradient", packed), False)
+            multiply(kernels.prepare(f"{name}'s gradient", packed), accumulate=False)
             (torch._foreach_add_ if accumulate else torch._foreach_copy_)(list(grads), list(packed.unbind(0)))
     elif not accumulate:
         torch._foreach_zero_(list(grads))

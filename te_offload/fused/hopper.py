@@ -27,7 +27,7 @@ from te_offload.fused.grads import bias_grads, weight_grads, wide_scales
 from te_offload.fused.judge import SWITCH as SWITCH
 from te_offload.fused.judge import Judged, in_torch_arithmetic, judge, weight_of
 from te_offload.fused.kernels.experts import TMA_BYTES
-from te_offload.fused.kernels.interface import Kernels, SquaredReLU, TileOrder
+from te_offload.fused.kernels.interface import Kernels, SquaredReLU
 from te_offload.fused.stand_ins import stand_ins_of
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
@@ -336,11 +336,11 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         flat_scales = wide_scales(scales)
         if numbers is not None:
             dact_input, dscales = numbers.fc2_dgrad(dy, act_input, flat_scales, wgrad=ctx3.weight_requires_grad)
-            multiply: Callable[[Any, bool], None] = numbers.fc2_wgrad
+            multiply: Callable[..., None] = numbers.fc2_wgrad
         else:
             weights1, weights2 = _prepared(kernels, fc1, fc2)
             dact_input, fc2_input, dscales, orders = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
-            multiply = functools.partial(_multiply, kernels, dy, fc2_input, offsets2, orders[0])
+            multiply = functools.partial(kernels.wgrad, dy, fc2_input, offsets2, order=orders[0])
             del fc2_input
         ctx2.saved_tensors = act_input = None  # the session, or the allocator, may have its memory now
         together1, together2 = ctx1.te_offload_stand_ins
@@ -366,9 +366,9 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if numbers is not None:
             multiply = functools.partial(numbers.fc1_wgrad, x)
         elif together:
-            multiply = functools.partial(_fc1_backward, kernels, dact_input, x, weights1, offsets1, dx, orders[1])
+            multiply = functools.partial(kernels.fc1_backward, dact_input, x, weights1, offsets1, dx, order=orders[1])
         else:
-            multiply = functools.partial(_multiply, kernels, dact_input, x, offsets1, orders[1])
+            multiply = functools.partial(kernels.wgrad, dact_input, x, offsets1, order=orders[1])
         grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply, together=together1)
         dbias1, _ = bias_grads(fc1, kernels, dact_input, None, offsets1)
         params = [
@@ -406,32 +406,6 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             activation = SquaredReLU(getattr(self.basic_ops[1], "tanh_clamp_scale", None))
             kernels = self._kernels[key] = quantized.make_kernels(way, activation, reference=reference)
         return kernels
-
-
-def _multiply(
-    kernels: Kernels,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    offsets: torch.Tensor,
-    order: TileOrder | None,
-    out: Any,
-    accumulate: bool,
-) -> None:
-    kernels.wgrad(dy, x, offsets, out, accumulate=accumulate, order=order)
-
-
-def _fc1_backward(
-    kernels: Kernels,
-    dact_input: torch.Tensor,
-    x: torch.Tensor,
-    weights: Any,
-    offsets: torch.Tensor,
-    dx: torch.Tensor,
-    order: TileOrder | None,
-    out: Any,
-    accumulate: bool,
-) -> None:
-    kernels.fc1_backward(dact_input, x, weights, offsets, dx, out, accumulate=accumulate, order=order)
 
 
 def _prepared(kernels: Kernels, fc1: Any, fc2: Any) -> tuple[Any, Any]:

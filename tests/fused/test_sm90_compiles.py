@@ -110,12 +110,11 @@ def test_no_warp_of_a_product_touches_memory_before_the_kernels_ahead_are_over(r
     assert len(found) > 3 and not any(one.waits_last for one in found if one.parts_wait_first == both)
 
 
-@pytest.mark.parametrize("part", ["bf16", "others"])
-def test_wgrad_that_begins_beside_a_dgrad_ends_after_it_and_the_dgrad_lets_it(running: Running, part: str) -> None:
+def test_wgrad_that_begins_beside_a_dgrad_ends_after_it_and_the_dgrad_lets_it(running: Running) -> None:
     pytest.importorskip("triton")
     for one in PARTS:
         compiled(running, one)
-    found = [one for one in look_into(running[part][1].rglob("*.o")) if one.tensor_core]
+    found = [one for one in look_into(running["others"][1].rglob("*.o")) if one.tensor_core]
     beside = [one for one in found if "BesideWgradGemm" in one.symbol]
     assert beside and [one for one in beside if one.parts_wait_first != (False, False) or not one.waits_last] == []
     ahead = [one for one in found if one.lets_next_begin]
