@@ -117,21 +117,23 @@ class Case:
             self.dy, kernels.prepare("fc2", self.weights2), act_input, self.scales.detach(), offsets
         )
         dw2 = x.new_empty(len(self.weights2), self.hidden, self.ffn)
-        kernels.wgrad(self.dy, fc2_input, offsets, kernels.prepare("dw2", dw2), accumulate=False, order=orders[0])
+        kernels.wgrad(
+            self.dy, fc2_input, offsets, kernels.prepare("dw2", dw2), accumulate=False, order=orders.fc2_wgrad
+        )
         dx, dw1 = torch.empty_like(x), x.new_empty(len(self.weights1), self.ffn, self.hidden)
         weights, dweights = kernels.prepare("fc1", self.weights1), kernels.prepare("dw1", dw1)
-        kernels.fc1_backward(dact, x, weights, offsets, dx, dweights, accumulate=False, order=orders[1])
+        order, count = orders.fc1_wgrad, orders.fc1_dgrad
+        kernels.fc1_backward(dact, x, weights, offsets, dx, dweights, accumulate=False, order=order, count=count)
         return dw1, dw2
 
     def bare_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, forward alone."""
         kernels, x = self._kernels, self.x.detach()
         y = torch.empty_like(x)
-        offsets = kernels.offsets(self.sizes, y)
-        act_input, fc2_input = kernels.fc1(
-            x, kernels.prepare("fc1", self.weights1), None, self.scales.detach(), offsets
-        )
-        kernels.fc2(fc2_input, kernels.prepare("fc2", self.weights2), None, None, offsets, y)
+        offsets, counts = kernels.offsets(self.sizes, y)
+        weights1, weights2 = kernels.prepare("fc1", self.weights1), kernels.prepare("fc2", self.weights2)
+        act_input, fc2_input = kernels.fc1(x, weights1, None, self.scales.detach(), offsets, counts.fc1)
+        kernels.fc2(fc2_input, weights2, None, None, offsets, y, counts.fc2)
         return act_input, offsets
 
     def quack(self) -> Step:

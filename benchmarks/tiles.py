@@ -3,9 +3,10 @@
     ./run benchmarks.tiles wgrad 192t/32 192t 160t@2x1 [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--json FILE]
 
 The product is ``fc1`` (with its activation), ``fc2``, ``dact`` (FC2's dgrad with the activation's and the sums after it),
-``dgrad`` (FC1's) or ``wgrad`` (both, and the sums before them). A tile is its columns, of 128 rows; ``t``: two warp groups
-take turns; ``/32``: so many products of each sum a stage, for QuACK's 64; ``@2x1``: clusters of so many tiles above and
-beside each other. The first row is the tile in use, which may be another one for each of the two weight gradients.
+``dgrad`` (FC1's) or ``wgrad`` (both); alone, it is timed with what sets its count to zero. A tile is its columns, of 128
+rows; ``t``: two warp groups take turns; ``/32``: so many products of each sum a stage, for QuACK's 64; ``@2x1``: clusters
+of so many tiles above and beside each other. The first row is the tile in use, which may be another one for each of the two
+weight gradients.
 
 All tiles run in one process on the same inputs, as graphs, in turns shuffled anew each time, with even and with random
 routing. `hot` are rows of calls without a rest, at the card's sustained clock, `cool` rows of four after a rest; medians,
@@ -29,7 +30,7 @@ import torch
 
 from benchmarks.grouped_mlp import Step, captured, milliseconds, split
 from te_offload.fused.kernels import sm90
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.interface import Orders, SquaredReLU
 from te_offload.fused.kernels.sm90_launch import Tile
 
 IN_USE = "in use"
@@ -67,18 +68,19 @@ class Products:
 
         self._case, self._kernels = case, sm90.Sm90Kernels(SquaredReLU(), tile_for)
         self._experts = {name: self._kernels.prepare(name, tensors) for name, tensors in case.experts.items()}
-        self._offsets = self._kernels.offsets(case.sizes, case.x)
+        self._offsets, self._counts = self._kernels.offsets(case.sizes, case.y)
         self._parts = torch.zeros(case.x.shape[0], 8, device=case.x.device)
         self.step()
 
     def step(self) -> tuple[torch.Tensor, ...]:
         """All of them; the results, without the gradients of the scales."""
-        case = self._case
-        self.fc1()
-        self.fc2()
+        self._offsets, self._counts = self._kernels.offsets(self._case.sizes, self._case.y)
+        self._fc1()
+        self._fc2()
         self.dact()
         case, experts, orders = self._case, self._experts, self._orders
-        self._kernels.wgrad(case.dy, self._rebuilt, self._offsets, experts["dw2"], accumulate=False, order=orders[0])
+        order = orders.fc2_wgrad
+        self._kernels.wgrad(case.dy, self._rebuilt, self._offsets, experts["dw2"], accumulate=False, order=order)
         self._kernels.fc1_backward(
             self._dact,
             case.x,
@@ -87,19 +89,29 @@ class Products:
             case.dx,
             experts["dw1"],
             accumulate=False,
-            order=orders[1],
+            order=orders.fc1_wgrad,
+            count=orders.fc1_dgrad,
         )
         return case.y, case.dx, case.experts["dw1"], case.experts["dw2"], self._rebuilt
 
     def fc1(self) -> None:
-        """FC1 and its activation."""
-        case = self._case
-        found = self._kernels.fc1(case.x, self._experts["w1"], None, case.scales, self._offsets)
+        """FC1 and its activation, after the offsets, which set its count to zero."""
+        self._offsets, self._counts = self._kernels.offsets(self._case.sizes, self._case.y)
+        self._fc1()
+
+    def _fc1(self) -> None:
+        case, count = self._case, self._counts.fc1
+        found = self._kernels.fc1(case.x, self._experts["w1"], None, case.scales, self._offsets, count)
         self._act_input, self._fc2_input = found
 
     def fc2(self) -> None:
-        """FC2."""
-        self._kernels.fc2(self._fc2_input, self._experts["w2"], None, None, self._offsets, self._case.y)
+        """FC2, after the offsets."""
+        self._offsets, self._counts = self._kernels.offsets(self._case.sizes, self._case.y)
+        self._fc2()
+
+    def _fc2(self) -> None:
+        experts, count = self._experts["w2"], self._counts.fc2
+        self._kernels.fc2(self._fc2_input, experts, None, None, self._offsets, self._case.y, count)
 
     def dact(self) -> None:
         """FC2's dgrad with the activation's, and the sums after it."""
@@ -109,16 +121,22 @@ class Products:
 
     def wgrad(self) -> None:
         """Both weight gradients, after sums that set their counts to zero."""
-        case, orders = self._case, self._kernels._sums(self._parts, self._offsets)[1]
+        case, orders = self._case, self._sums()
         for dy, x, name, order in (
-            (case.dy, self._rebuilt, "dw2", orders[0]),
-            (self._dact, case.x, "dw1", orders[1]),
+            (case.dy, self._rebuilt, "dw2", orders.fc2_wgrad),
+            (self._dact, case.x, "dw1", orders.fc1_wgrad),
         ):
             self._kernels.wgrad(dy, x, self._offsets, self._experts[name], accumulate=False, order=order)
 
     def dgrad(self) -> None:
-        """FC1's dgrad."""
-        self._kernels.fc1_dgrad(self._dact, self._experts["w1"], self._offsets, self._case.dx)
+        """FC1's dgrad, after the sums."""
+        count = self._sums().fc1_dgrad
+        self._kernels.fc1_dgrad(self._dact, self._experts["w1"], self._offsets, self._case.dx, count)
+
+    def _sums(self) -> Orders:
+        kernels = self._kernels
+        orders: Orders = kernels._sums(self._parts, self._offsets, kernels._backward_count(self._offsets))[1]
+        return orders
 
 
 class Case:

@@ -70,7 +70,7 @@ class BlockPass:
         self._rows: BlockNumbers | None = None  # of the next product
         self._columns: BlockNumbers | None = None  # of an output's gradient, for the next wgrad
         self._rebuilt: BlockNumbers | None = None
-        self._orders: Orders = (None, None)
+        self._orders = Orders()
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class BlockPass:
         """The gradients by FC2's weights."""
         assert self._columns is not None and self._rebuilt is not None
         self._kernels.wgrad_blocks(
-            self._columns, self._rebuilt, self._offsets2, out, accumulate=accumulate, order=self._orders[0]
+            self._columns, self._rebuilt, self._offsets2, out, accumulate=accumulate, order=self._orders.fc2_wgrad
         )
 
     def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
@@ -142,7 +142,7 @@ class BlockPass:
         saved = BlockNumbers(shape, self._scaling1.input, *te_adapter.columns_of(x))
         turned = self._kernels.turn_blocks(saved, self._offsets1)
         self._kernels.wgrad_blocks(
-            self._columns, turned, self._offsets1, out, accumulate=accumulate, order=self._orders[1]
+            self._columns, turned, self._offsets1, out, accumulate=accumulate, order=self._orders.fc1_wgrad
         )
 
 

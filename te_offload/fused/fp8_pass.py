@@ -71,7 +71,7 @@ class Fp8Pass:
         self._dy: QuantizedRows | None = None
         self._rebuilt: QuantizedRows | None = None
         self._magnitudes: torch.Tensor | None = None
-        self._orders: Orders = (None, None)
+        self._orders = Orders()
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
@@ -152,7 +152,13 @@ class Fp8Pass:
         """The gradients by FC2's weights."""
         assert self._dy is not None and self._rebuilt is not None
         self._kernels.wgrad_fp8(
-            self._dy, self._rebuilt, self._offsets2, out, accumulate=accumulate, fast=False, order=self._orders[0]
+            self._dy,
+            self._rebuilt,
+            self._offsets2,
+            out,
+            accumulate=accumulate,
+            fast=False,
+            order=self._orders.fc2_wgrad,
         )
 
     def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
@@ -178,7 +184,7 @@ class Fp8Pass:
         assert self._dy is not None and self._x is not None
         turned = self._kernels.turn(dataclasses.replace(self._x, rows=x), self._offsets1)
         self._kernels.wgrad_fp8(
-            self._dy, turned, self._offsets1, out, accumulate=accumulate, fast=False, order=self._orders[1]
+            self._dy, turned, self._offsets1, out, accumulate=accumulate, fast=False, order=self._orders.fc1_wgrad
         )
 
 

@@ -211,8 +211,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         buffer = kwargs["basic_op_kwargs"][2].get(te_adapter.GROUPED_LINEAR_OUTPUT_KEY)
         out = te_adapter.validate_or_alloc_output(buffer, shape, dtype, input_.device)
         y = _rows(out)
-        offsets1 = kernels.offsets(splits1, y)
-        offsets2 = offsets1 if splits2 is splits1 else kernels.offsets(splits2, y)
+        offsets1, counts = kernels.offsets(splits1, y)
+        offsets2 = offsets1 if splits2 is splits1 else kernels.offsets(splits2, y)[0]
 
         saves = bool(ctx1.requires_grad)
         offsets = offsets1, offsets2
@@ -231,7 +231,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             act_input = numbers.fc1(bias1, dtype)
         else:
             weights1, weights2 = _prepared(kernels, fc1, fc2)
-            act_input, fc2_input = kernels.fc1(x, weights1, bias1, flat_scales, offsets1)
+            act_input, fc2_input = kernels.fc1(x, weights1, bias1, flat_scales, offsets1, counts.fc1)
             if offsets2 is not offsets1:  # FC2 may read rows that FC1 did not write
                 kernels.clear(offsets1, act_input)
                 kernels.clear(offsets1, fc2_input)
@@ -244,7 +244,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if numbers is not None:
             numbers.fc2(bias2, wide, y)
         else:
-            kernels.fc2(fc2_input, weights2, bias2, wide, offsets2, y)
+            kernels.fc2(fc2_input, weights2, bias2, wide, offsets2, y, counts.fc2)
         if saves:
             ctx3.te_offload_rebuilt = wgrad2
             more = () if bias_scales is None else (bias_scales,)
@@ -340,7 +340,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         else:
             weights1, weights2 = _prepared(kernels, fc1, fc2)
             dact_input, fc2_input, dscales, orders = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
-            multiply = functools.partial(kernels.wgrad, dy, fc2_input, offsets2, order=orders[0])
+            multiply = functools.partial(kernels.wgrad, dy, fc2_input, offsets2, order=orders.fc2_wgrad)
             del fc2_input
         ctx2.saved_tensors = act_input = None  # the session, or the allocator, may have its memory now
         together1, together2 = ctx1.te_offload_stand_ins
@@ -359,16 +359,17 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if numbers is not None:
             numbers.fc1_dgrad(dact_input, dx, wgrad=ctx1.weight_requires_grad)
         elif not together:
-            kernels.fc1_dgrad(dact_input, weights1, offsets1, dx)
+            kernels.fc1_dgrad(dact_input, weights1, offsets1, dx, orders.fc1_dgrad)
         if bring_x is not None:  # only now: what is on its way has had the dgrad's time
             bring_x()
         x = ctx1.saved_tensors[5]
         if numbers is not None:
             multiply = functools.partial(numbers.fc1_wgrad, x)
         elif together:
-            multiply = functools.partial(kernels.fc1_backward, dact_input, x, weights1, offsets1, dx, order=orders[1])
+            both = functools.partial(kernels.fc1_backward, dact_input, x, weights1, offsets1, dx)
+            multiply = functools.partial(both, order=orders.fc1_wgrad, count=orders.fc1_dgrad)
         else:
-            multiply = functools.partial(kernels.wgrad, dact_input, x, offsets1, order=orders[1])
+            multiply = functools.partial(kernels.wgrad, dact_input, x, offsets1, order=orders.fc1_wgrad)
         grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply, together=together1)
         dbias1, _ = bias_grads(fc1, kernels, dact_input, None, offsets1)
         params = [

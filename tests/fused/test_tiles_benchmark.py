@@ -15,7 +15,7 @@ pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is no
 
 from benchmarks import tiles
 from te_offload.fused.kernels import sm90
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.interface import Orders, SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.sm90_launch import Tile
 
@@ -65,8 +65,11 @@ class AskedKernels(ReferenceKernels):
         self._ask("wgrad")
         super().wgrad(*args, **kwargs)
 
-    def _sums(self, parts: torch.Tensor, offsets: torch.Tensor) -> Any:
-        return parts.sum(1), (None, None)
+    def _backward_count(self, offsets: torch.Tensor) -> None:
+        return None
+
+    def _sums(self, parts: torch.Tensor, offsets: torch.Tensor, count: None) -> Any:
+        return parts.sum(1), Orders()
 
 
 @pytest.mark.parametrize("product", tiles.PRODUCTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_offload.fused.kernels.interface import SquaredReLU, TileOrder
+from te_offload.fused.kernels.interface import Orders, SquaredReLU, TileOrder
 from tests.support.mlp import seeded
 
 pytestmark = [
@@ -48,9 +48,10 @@ class Layer:
         self.there = self.dweights.clone()
         self.grads = self.kernels.prepare("gradients", self.dweights)
 
-    def order(self) -> TileOrder | None:
-        order: TileOrder | None = self.kernels._sums(torch.zeros(300, 3, device="cuda"), self.offsets)[1][1]
-        return order
+    def orders(self) -> Orders:
+        count = self.kernels._backward_count(self.offsets)
+        orders: Orders = self.kernels._sums(torch.zeros(300, 3, device="cuda"), self.offsets, count)[1]
+        return orders
 
     def poison(self) -> None:
         self.dx.fill_(float("nan"))
@@ -69,9 +70,17 @@ class Layer:
         return self.results()
 
     def together(self, *, ordered: bool) -> None:
-        order = self.order() if ordered else None
+        orders = self.orders() if ordered else Orders()
         self.kernels.fc1_backward(
-            self.dy, self.x, self.weights, self.offsets, self.dx, self.grads, accumulate=self.accumulate, order=order
+            self.dy,
+            self.x,
+            self.weights,
+            self.offsets,
+            self.dx,
+            self.grads,
+            accumulate=self.accumulate,
+            order=orders.fc1_wgrad,
+            count=orders.fc1_dgrad,
         )
 
 
@@ -119,7 +128,7 @@ def late_copy_and_wgrad(source: torch.Tensor, target: torch.Tensor, layer: Layer
 
 def compiled(layer: Layer) -> None:
     words = torch.zeros(64, device="cuda")
-    late_copy_and_wgrad(words, torch.empty_like(words), layer, layer.order())
+    late_copy_and_wgrad(words, torch.empty_like(words), layer, layer.orders().fc1_wgrad)
 
 
 def test_wgrad_is_done_before_a_kernel_ahead_of_it_that_takes_long() -> None:
@@ -127,7 +136,7 @@ def test_wgrad_is_done_before_a_kernel_ahead_of_it_that_takes_long() -> None:
     _, expected = layer.apart()
     compiled(layer)
     layer.poison()
-    seen, order = torch.zeros_like(layer.dweights), layer.order()
+    seen, order = torch.zeros_like(layer.dweights), layer.orders().fc1_wgrad
     late_copy_and_wgrad(layer.dweights, seen, layer, order)
     assert torch.equal(seen, expected)
 
@@ -137,7 +146,7 @@ def test_what_comes_after_the_wgrad_waits_for_the_kernel_ahead_of_it_too(capture
     layer = Layer(SIZES["even"])
     source, target = random(64, 1024), torch.zeros(64, 1024, dtype=torch.bfloat16, device="cuda")
     compiled(layer)
-    order = layer.order()
+    order = layer.orders().fc1_wgrad
     if captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -276,9 +276,11 @@ def test_many_experts_get_the_rows_that_their_split_sizes_say(tokens: int) -> No
     for experts in (1, 31, 32, 33, 500):
         sizes = torch.randint(0, 2 * tokens // experts + 2, (experts,), generator=torch.Generator().manual_seed(tokens))
         out = torch.full((tokens, 24), float("nan"), device="cuda", dtype=torch.bfloat16)
-        offsets = Sm90Kernels(SquaredReLU()).offsets(sizes.cuda(), out)
+        offsets, counts = Sm90Kernels(SquaredReLU()).offsets(sizes.cuda(), out)
         expected = [0, *sizes.cumsum(0).clamp(max=tokens).tolist()]
         assert offsets.tolist() == expected
+        assert counts.fc1 is not None and counts.fc2 is not None
+        assert [int(count.work[count.place]) for count in (counts.fc1, counts.fc2)] == [0, 0]
         assert out[: expected[-1]].isnan().all() and not out[expected[-1] :].any()
 
 

@@ -37,12 +37,14 @@ def offsets_of(sizes: list[int]) -> torch.Tensor:
     return torch.tensor([0, *sizes], device="cuda").cumsum(0).to(torch.int32)
 
 
-def orders_of(offsets: torch.Tensor) -> Orders:
+def orders_of(offsets: torch.Tensor) -> tuple[TileOrder | None, TileOrder | None]:
     """As the sums before the gradients write them."""
     from te_offload.fused.kernels.sm90 import Sm90Kernels
 
-    orders: Orders = Sm90Kernels(SquaredReLU())._sums(torch.zeros(300, 3, device="cuda"), offsets)[1]
-    return orders
+    kernels = Sm90Kernels(SquaredReLU())
+    parts = torch.zeros(300, 3, device="cuda")
+    orders: Orders = kernels._sums(parts, offsets, kernels._backward_count(offsets))[1]
+    return orders.fc2_wgrad, orders.fc1_wgrad
 
 
 def wgrads(
@@ -116,7 +118,7 @@ def test_two_gradients_at_once_count_their_own_tiles() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[300, 0, 5, 5, 0], [3] * 70, [number % 7 for number in range(300)], [5]], ids=len)
-def test_sums_before_the_gradients_order_experts_by_tokens_and_set_the_counts_to_zero(sizes: list[int]) -> None:
+def test_sums_before_the_gradients_order_experts_by_tokens_and_leave_the_counts_alone(sizes: list[int]) -> None:
     from te_offload.fused.kernels.sm90 import Sm90Kernels
 
     offsets, tokens, experts = offsets_of(sizes), sum(sizes), len(sizes)
@@ -125,7 +127,7 @@ def test_sums_before_the_gradients_order_experts_by_tokens_and_set_the_counts_to
     work = torch.full((experts + 2,), 7, dtype=torch.int32, device="cuda")
     Sm90Kernels(SquaredReLU())._rows("sums", torch.float32)(parts, offsets, sums, work)
     assert work[:experts].tolist() == sorted(range(experts), key=lambda expert: -sizes[expert])
-    assert work[experts:].tolist() == [0, 0]
+    assert work[experts:].tolist() == [7, 7]
     assert torch.equal(sums[:tokens], parts[:tokens, 0] + parts[:tokens, 1] + parts[:tokens, 2])
     assert not sums[tokens:].any()
 

@@ -68,22 +68,24 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int, ffn: i
     launches = Launches()
     kernels = sm90.Sm90Kernels(activation)
     table, sizes = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS, dtype=torch.int64)
-    offsets = kernels.offsets(sizes, empty(tokens, HIDDEN, dtype=dtype))
+    offsets, counts = kernels.offsets(sizes, empty(tokens, HIDDEN, dtype=dtype))
     of_fc1, of_fc2 = [Experts(empty(EXPERTS, *shape, dtype=dtype), table) for shape in ((ffn, HIDDEN), (HIDDEN, ffn))]
     x, scales = empty(tokens, HIDDEN, dtype=dtype), empty(tokens, dtype=torch.float32)
     bias1, bias2 = empty(EXPERTS, ffn, dtype=dtype), empty(EXPERTS, HIDDEN, dtype=dtype)
     for bias in (bias1, None):
-        act_input, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets)
+        act_input, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets, counts.fc1)
     for bias, bias_scales in ((None, None), (bias2, None), (bias2, scales)):
-        kernels.fc2(fc2_input, of_fc2, bias, bias_scales, offsets, torch.empty_like(x))
+        kernels.fc2(fc2_input, of_fc2, bias, bias_scales, offsets, torch.empty_like(x), counts.fc2)
     kernels.bias_grads(x, bias2, scales, offsets)
     dact_input, fc2_input, _, orders = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
-    kernels.wgrad(x, fc2_input, offsets, of_fc2, accumulate=False, order=orders[0])
+    kernels.wgrad(x, fc2_input, offsets, of_fc2, accumulate=False, order=orders.fc2_wgrad)
     dx, main_grad = torch.empty_like(x), Experts(empty(EXPERTS, ffn, HIDDEN, dtype=torch.float32), table)
+    order, count = orders.fc1_wgrad, orders.fc1_dgrad
     for accumulate in (False, True):
-        kernels.wgrad(dact_input, x, offsets, main_grad, accumulate=accumulate, order=orders[1])
+        kernels.wgrad(dact_input, x, offsets, main_grad, accumulate=accumulate, order=order)
     for grads, accumulate in ((of_fc1, False), (main_grad, False), (main_grad, True)):
-        kernels.fc1_backward(dact_input, x, of_fc1, offsets, dx, grads, accumulate=accumulate, order=orders[1])
+        ways: dict[str, Any] = {"accumulate": accumulate, "order": order, "count": count}
+        kernels.fc1_backward(dact_input, x, of_fc1, offsets, dx, grads, **ways)
     return launches.count
 
 

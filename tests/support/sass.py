@@ -29,6 +29,7 @@ class Seen:
         waits_last: the warps that load operands wait for the kernels before this one after their last load.
         lets_next_begin: once they have waited, and before they touch memory, all warps let the next kernel begin
             (``PREEXIT``).
+        counts: something is counted in the GPU's memory (``ATOMG``): the tiles that clusters have taken.
     """
 
     kernel: str
@@ -38,6 +39,7 @@ class Seen:
     parts_wait_first: tuple[bool, ...]
     waits_last: bool
     lets_next_begin: bool
+    counts: bool
 
 
 def look_into(kernels: Iterable[Path]) -> list[Seen]:
@@ -60,6 +62,7 @@ def _look_into(kernel: Path) -> Seen:
         _parts_that_wait_first(code),
         _waits_last(code),
         _lets_next_begin(code),
+        re.search(r"\bATOMG\b", code) is not None,
     )
 
 

@@ -26,20 +26,40 @@ class SquaredReLU:
     clamp: float | None = None
 
 
-class TileOrder(NamedTuple):
-    """How clusters take the tiles of one weight gradient on a GPU: each its next one when it is done with one, of the
-    experts with most tokens first.
+class TileCount(NamedTuple):
+    """How clusters take the tiles of one product on a GPU: each its next one when it is done with one.
 
     Attributes:
-        work: int32 (N + M,), the experts in that order, then M counts, which are zero.
-        place: in it, of the count for this gradient alone.
+        work: int32. place: in it, of a zero, from which this launch alone counts.
     """
 
     work: torch.Tensor
     place: int
 
+    def data_ptr(self) -> int:
+        """Where the count lies."""
+        return self.work.data_ptr() + self.work.itemsize * self.place
 
-Orders = tuple[TileOrder | None, TileOrder | None]  # of the wgrad of FC2, and of FC1
+
+class TileOrder(TileCount):
+    """The same of one weight gradient: of the experts with most tokens first, which ``work`` begins with in that order."""
+
+
+class Counts(NamedTuple):
+    """Of a forward's products; ``None``: clusters have their tiles from the start."""
+
+    fc1: TileCount | None = None
+    fc2: TileCount | None = None
+
+
+class Orders(NamedTuple):
+    """Of the products that follow FC2's dgrad in a backward; ``None`` as above."""
+
+    fc2_wgrad: TileOrder | None = None
+    fc1_wgrad: TileOrder | None = None
+    fc1_dgrad: TileCount | None = None
+
+
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -60,8 +80,9 @@ class Kernels(Protocol):
             ArgumentError: they lie where the kernels cannot reach them.
         """
 
-    def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Where each expert's rows begin and the last one's end: (N + 1,) int32, none beyond the T rows of ``out``.
+    def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, Counts]:
+        """Where each expert's rows begin and the last one's end: (N + 1,) int32, none beyond the T rows of ``out``; and
+        counts for one `fc1` and one `fc2`.
 
         Rows of ``out`` (T, columns) beyond the last expert's become zero: what `fc2` leaves out.
         """
@@ -76,6 +97,7 @@ class Kernels(Protocol):
         bias: torch.Tensor | None,
         scales: torch.Tensor,
         offsets: torch.Tensor,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``act_input = x @ w1.T + bias`` and ``fc2_input = act(act_input) * scale``, both (T, F), for x (T, H)."""
 
@@ -87,6 +109,7 @@ class Kernels(Protocol):
         bias_scales: torch.Tensor | None,
         offsets: torch.Tensor,
         out: torch.Tensor,
+        count: TileCount | None = None,
     ) -> None:
         """``out = fc2_input @ w2.T + bias * bias_scale``, (T, H), in the experts' rows alone."""
 
@@ -98,11 +121,18 @@ class Kernels(Protocol):
         scales: torch.Tensor,
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
-        """The gradient by act_input (T, F), the rebuilt fc2_input (T, F), the gradient by scales (T,) in float32; and the
-        orders of both wgrads that follow.
+        """The gradient by act_input (T, F), the rebuilt fc2_input (T, F), the gradient by scales (T,) in float32; and how
+        the products that follow take their tiles.
         """
 
-    def fc1_dgrad(self, dact_input: torch.Tensor, weights: Any, offsets: torch.Tensor, out: torch.Tensor) -> None:
+    def fc1_dgrad(
+        self,
+        dact_input: torch.Tensor,
+        weights: Any,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> None:
         """``out = dact_input @ w1``, (T, H)."""
 
     def wgrad(
@@ -133,6 +163,7 @@ class Kernels(Protocol):
         *,
         accumulate: bool,
         order: TileOrder | None = None,
+        count: TileCount | None = None,
     ) -> None:
         """`fc1_dgrad` into dx and `wgrad` into dweights, in either order or at once."""
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from te_offload.fused.kernels.interface import Orders, SquaredReLU, Tensors, TileOrder
+from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU, Tensors, TileCount, TileOrder
 from te_offload.ops import arithmetic
 
 
@@ -28,12 +28,12 @@ class ReferenceKernels:
         """See `Kernels.prepare`."""
         return list(tensors.unbind(0)) if isinstance(tensors, torch.Tensor) else tensors
 
-    def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, Counts]:
         """See `Kernels.offsets`."""
         ends = split_sizes.cumsum(0).clamp(max=out.shape[0])
         offsets = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
         self.clear(offsets, out)
-        return offsets
+        return offsets, Counts()
 
     def clear(self, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.clear`."""
@@ -46,6 +46,7 @@ class ReferenceKernels:
         bias: torch.Tensor | None,
         scales: torch.Tensor,
         offsets: torch.Tensor,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.fc1`."""
         act_input = x.new_empty(x.shape[0], weights[0].shape[0])
@@ -60,6 +61,7 @@ class ReferenceKernels:
         bias_scales: torch.Tensor | None,
         offsets: torch.Tensor,
         out: torch.Tensor,
+        count: TileCount | None = None,
     ) -> None:
         """See `Kernels.fc2`."""
         biases = None if bias is None else list(bias.unbind(0))
@@ -82,7 +84,7 @@ class ReferenceKernels:
         self.clear(offsets, dfc2_input)
         dact_input, dscales = self._dactivate(dfc2_input, act_input.to(wide), scales.to(wide))
         self.clear(offsets, dscales[:, None])
-        return dact_input.to(dy.dtype), self._activate(act_input, scales), dscales, (None, None)
+        return dact_input.to(dy.dtype), self._activate(act_input, scales), dscales, Orders()
 
     def _dactivate(
         self, grad: torch.Tensor, x: torch.Tensor, scales: torch.Tensor
@@ -101,7 +103,12 @@ class ReferenceKernels:
         return arithmetic.scaled_tanh_srelu(x, scales, self._clamp)
 
     def fc1_dgrad(
-        self, dact_input: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, out: torch.Tensor
+        self,
+        dact_input: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        count: TileCount | None = None,
     ) -> None:
         """See `Kernels.fc1_dgrad`."""
         arithmetic.grouped_dgrad(_rows(dact_input, offsets), weights, _used(out, offsets))
@@ -131,6 +138,7 @@ class ReferenceKernels:
         *,
         accumulate: bool,
         order: TileOrder | None = None,
+        count: TileCount | None = None,
     ) -> None:
         """See `Kernels.fc1_backward`."""
         self.fc1_dgrad(dact_input, weights, offsets, dx)

@@ -102,7 +102,7 @@ class ReferenceBlockKernels(ReferenceKernels):
         self.linear_blocks(dy, weights.columns, dfc2_input, offsets)
         dact_input, dscales = self._dactivate(dfc2_input, act_input.float(), router)
         self.clear(offsets, dscales[:, None])
-        return dact_input.to(act_input.dtype), dscales, (None, None)
+        return dact_input.to(act_input.dtype), dscales, Orders()
 
     def wgrad_blocks(
         self,

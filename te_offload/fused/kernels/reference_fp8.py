@@ -154,7 +154,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
         dact_input, dscales = self._dactivate(dfc2_input, act_input.float(), scales)
         self.clear(offsets, dscales[:, None])
         found = dact_input.to(act_input.dtype)
-        return found, found.abs().amax(1, keepdim=True).float(), dscales, (None, None)
+        return found, found.abs().amax(1, keepdim=True).float(), dscales, Orders()
 
     def wgrad_fp8(
         self,

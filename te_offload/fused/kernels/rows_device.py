@@ -40,9 +40,10 @@ def _clear(out: cute.Tensor, first: Int32) -> None:
 
 
 class ExpertOffsets:
-    """``offsets[i + 1] = min(sum(sizes[: i + 1]), rows of out)``, and zero in the rows of ``out`` beyond the last one.
+    """``offsets[i + 1] = min(sum(sizes[: i + 1]), rows of out)``; zero in the rows of ``out`` beyond the last one, and the
+    counts behind the offsets.
 
-    sizes (N,) int32 or int64; offsets (N + 1,) int32; out (T, columns).
+    sizes (N,) int32 or int64; offsets (N + 1 + counts,) int32, of at most 256 counts; out (T, columns).
     """
 
     @cute.jit  # type: ignore[untyped-decorator]
@@ -61,6 +62,8 @@ class ExpertOffsets:
         writes = (block == 0) & (thread < _WARP)
         if (block == 0) & (thread == 0):
             offsets[0] = Int32(0)
+        if (block == 0) & (count + 1 + thread < Int32(offsets.shape[0])):
+            offsets[count + 1 + thread] = Int32(0)
         end = Int32(0)
         for begin in cutlass.range(0, count, _WARP):
             index = begin + lane
@@ -90,7 +93,7 @@ class ClearRows:
 
 class RowSums:
     """``sums[i]`` of each row of ``parts`` (T, columns) in float32, from left to right; zero from row ``offsets[N]`` on.
-    And ``work`` (N + M,), int32, for weight gradients: the experts, those with most rows first, then zero, M at most 256.
+    And the first N of ``work``, int32, for weight gradients: the experts, those with most rows first.
     """
 
     @cute.jit  # type: ignore[untyped-decorator]
@@ -109,8 +112,6 @@ class RowSums:
         blocks, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
         experts = Int32(offsets.shape[0]) - 1
-        if (block == 0) & (thread < Int32(work.shape[0]) - experts):
-            work[experts + thread] = Int32(0)
         first = block * (_THREADS // _WARP) + cute.arch.warp_idx()
         for expert in cutlass.range(first, experts, blocks * (_THREADS // _WARP)):
             rows = offsets[expert + 1] - offsets[expert]

@@ -20,7 +20,7 @@ from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
 from te_offload.fused.kernels import sm90_compile, sm90_device
 from te_offload.fused.kernels.experts import Experts, ExpertsCache
-from te_offload.fused.kernels.interface import Orders, SquaredReLU, Tensors, TileOrder
+from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU, Tensors, TileCount, TileOrder
 from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile
@@ -93,7 +93,7 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ("wgrad", Regime.USUAL): ((_WGRAD, 1.0), (Tile(128, 160, pingpong=True), 1.05)),
     ("wgrad", Regime.MANY): ((_WGRAD, 1.0),),
 }
-_WGRADS = 2  # of FC2 and of FC1
+_FORWARD, _BACKWARD = 2, 4  # products that count their tiles
 _NARROW = 8  # columns; the fewest that TMA takes
 _NARROW_TILE = Tile(128, 128, pingpong=True)
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
@@ -143,13 +143,14 @@ class Sm90Kernels:
         """See `Kernels.prepare`."""
         return self._experts.get(name, tensors)
 
-    def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, Counts]:
         """See `Kernels.offsets`."""
+        offsets = split_sizes.shape[0] + 1
         if not out.shape[0]:
-            return torch.zeros(split_sizes.shape[0] + 1, dtype=torch.int32, device=out.device)
-        offsets = torch.empty(split_sizes.shape[0] + 1, dtype=torch.int32, device=out.device)
-        self._rows("offsets", out.dtype, split_sizes.dtype)(split_sizes.contiguous(), offsets, out)
-        return offsets
+            return torch.zeros(offsets, dtype=torch.int32, device=out.device), Counts()
+        work = torch.empty(offsets + _FORWARD, dtype=torch.int32, device=out.device)
+        self._rows("offsets", out.dtype, split_sizes.dtype)(split_sizes.contiguous(), work, out)
+        return work[:offsets], Counts(TileCount(work, offsets), TileCount(work, offsets + 1))
 
     def clear(self, offsets: torch.Tensor, out: torch.Tensor) -> None:
         """See `Kernels.clear`."""
@@ -163,6 +164,7 @@ class Sm90Kernels:
         bias: torch.Tensor | None,
         scales: torch.Tensor,
         offsets: torch.Tensor,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.fc1`."""
         act_input = x.new_empty(x.shape[0], weights.view.shape[1])
@@ -173,7 +175,7 @@ class Sm90Kernels:
         if bias is not None:
             values["bias"] = bias
         tile = self._tile("fc1", x, weights, act_input)
-        self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets)
+        self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets, count)
         return act_input, fc2_input
 
     def fc2(
@@ -184,6 +186,7 @@ class Sm90Kernels:
         bias_scales: torch.Tensor | None,
         offsets: torch.Tensor,
         out: torch.Tensor,
+        count: TileCount | None = None,
     ) -> None:
         """See `Kernels.fc2`."""
         tile = self._tile("fc2", fc2_input, weights, out)
@@ -192,7 +195,7 @@ class Sm90Kernels:
             kernel, values["bias"] = sm90_device.BiasGemm, bias
         if bias is not None and bias_scales is not None:
             kernel, values["scale"] = sm90_device.ScaledBiasGemm, bias_scales
-        self._launch(kernel, tile, fc2_input, weights.view, out, None, values, offsets)
+        self._launch(kernel, tile, fc2_input, weights.view, out, None, values, offsets, count)
 
     def fc2_dgrad(
         self,
@@ -210,24 +213,37 @@ class Sm90Kernels:
         values = {"scale": scales, "fc2_input": fc2_input, "dscale": parts, TABLE: weights.table}
         values |= self._numbers()
         kernel = sm90_device.DSReLUGemm if self._activation.clamp is None else sm90_device.DTanhSReLUGemm
-        self._launch(kernel, tile, dy, weights.view, dact_input, act_input, values, offsets, transposed=True)
-        return dact_input, fc2_input, *self._sums(parts, offsets)
+        count = self._backward_count(offsets)
+        self._launch(kernel, tile, dy, weights.view, dact_input, act_input, values, offsets, count, transposed=True)
+        return dact_input, fc2_input, *self._sums(parts, offsets, count)
 
-    def _sums(self, parts: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, Orders]:
-        """Of each row of parts; and the orders of the wgrads that follow, if there is a row."""
-        sums = torch.empty(parts.shape[0], dtype=torch.float32, device=parts.device)
+    @staticmethod
+    def _backward_count(offsets: torch.Tensor) -> TileCount:
+        """Of FC2's dgrad, with room before it for an order of experts and behind it for the counts of what follows."""
         experts = offsets.shape[0] - 1
-        work = torch.empty(experts + _WGRADS, dtype=torch.int32, device=parts.device)
+        return TileCount(offsets.new_zeros(experts + _BACKWARD), experts)
+
+    def _sums(self, parts: torch.Tensor, offsets: torch.Tensor, count: TileCount) -> tuple[torch.Tensor, Orders]:
+        """Of each row of parts; and how the products that follow FC2's dgrad, which had ``count``, take their tiles."""
+        sums = torch.empty(parts.shape[0], dtype=torch.float32, device=parts.device)
+        work, place = count
         if parts.shape[0]:
             self._rows("sums", torch.float32)(parts, offsets, sums, work)
-        return sums, (TileOrder(work, experts), TileOrder(work, experts + 1))
+        return sums, Orders(TileOrder(work, place + 1), TileOrder(work, place + 2), TileCount(work, place + 3))
 
-    def fc1_dgrad(self, dact_input: torch.Tensor, weights: Experts, offsets: torch.Tensor, out: torch.Tensor) -> None:
+    def fc1_dgrad(
+        self,
+        dact_input: torch.Tensor,
+        weights: Experts,
+        offsets: torch.Tensor,
+        out: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> None:
         """See `Kernels.fc1_dgrad`."""
         self.clear(offsets, out)
-        tile = self._tile("dgrad", dact_input, weights, out)
+        tile, kernel = self._tile("dgrad", dact_input, weights, out), sm90_device.DgradGemm
         values = {TABLE: weights.table}
-        self._launch(sm90_device.DgradGemm, tile, dact_input, weights.view, out, None, values, offsets, transposed=True)
+        self._launch(kernel, tile, dact_input, weights.view, out, None, values, offsets, count, transposed=True)
 
     def wgrad(
         self,
@@ -254,9 +270,10 @@ class Sm90Kernels:
         *,
         accumulate: bool,
         order: TileOrder | None = None,
+        count: TileCount | None = None,
     ) -> None:
         """See `Kernels.fc1_backward`. Tiles of the wgrad fill the SMs for which the dgrad has no more."""
-        self.fc1_dgrad(dact_input, weights, offsets, dx)
+        self.fc1_dgrad(dact_input, weights, offsets, dx, count)
         # Nothing may be launched, or given memory, between the two: the wgrad does not wait for it.
         kernel = sm90_device.AddingBesideWgradGemm if accumulate else sm90_device.BesideWgradGemm
         self._wgrad(kernel, dact_input, x, offsets, dweights, order)
@@ -305,9 +322,7 @@ class Sm90Kernels:
             found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)
         function, schedule = found
         if order is not None:
-            work, place = order
-            count = work.data_ptr() + work.itemsize * place
-            schedule = schedule._replace(tile_count_semaphore=count, batch_idx_permute=work)
+            schedule = schedule._replace(tile_count_semaphore=order.data_ptr(), batch_idx_permute=order.work)
         arguments, varlen = kernel.EpilogueArguments(**values), make_varlen_args(None, offsets, None)
         function(a, b, grads, None, arguments, schedule, varlen, None, None)
 

@@ -139,7 +139,7 @@ class Sm90BlockKernels(Sm90Kernels):
         tanh = "" if self._activation.clamp is None else "Tanh"
         values = {"scale": router, "dscale": parts, **self._numbers()}
         self._multiply(f"BlockD{tanh}SReLUGemm", dy, weights.columns, dact_input, act_input, values, offsets)
-        return dact_input, *self._sums(parts, offsets)
+        return dact_input, *self._sums(parts, offsets, self._backward_count(offsets))
 
     def wgrad_blocks(
         self,

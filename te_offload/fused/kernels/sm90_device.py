@@ -21,7 +21,7 @@ from quack.epilogue.visit import _EpiModMixinBase
 from quack.gemm_sm90 import GemmSm90
 
 from te_offload.fused.kernels.sm90_experts import TABLE, ExpertRow, GradsByTable, TableArgument, WeightsByTable
-from te_offload.fused.kernels.sm90_order import AfterWorkBefore, AheadOfAnother, BesideWorkBefore
+from te_offload.fused.kernels.sm90_order import AfterWorkBefore, AheadOfAnother, BesideWorkBefore, RowsTogether
 
 _FIVE_STAGES_WIDE = 192  # columns of a tile of which five stages fit beside parts of 16 columns, and four beside 32
 _OPTIONAL_TENSOR = cute.Tensor | None
@@ -128,12 +128,14 @@ CLAMP = Scalar("clamp"), Scalar("inverse")
 NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
 DSCALE = ColVecReduce("dscale", scaled=True)
 
-PlainGemm = make_kernel("PlainGemm", linear)
-BiasGemm = make_kernel("BiasGemm", linear, ops=(BIAS,), operands=(ROW,))
-ScaledBiasGemm = make_kernel("ScaledBiasGemm", linear, ops=(BIAS, SCALE), operands=(ROW, COLUMN))
+PlainGemm = make_kernel("PlainGemm", linear, mixins=(RowsTogether,))
+BiasGemm = make_kernel("BiasGemm", linear, ops=(BIAS,), operands=(ROW,), mixins=(RowsTogether,))
+ScaledBiasGemm = make_kernel(
+    "ScaledBiasGemm", linear, ops=(BIAS, SCALE), operands=(ROW, COLUMN), mixins=(RowsTogether,)
+)
 """``D = A @ w``, plus a bias an expert, times a scale a row: FC2."""
 
-DgradGemm = make_kernel("DgradGemm", linear, begins=AheadOfAnother)
+DgradGemm = make_kernel("DgradGemm", linear, begins=AheadOfAnother, mixins=(RowsTogether,))
 """``D = A @ w``: the dgrad of FC1."""
 
 WgradGemm = make_kernel("WgradGemm", linear, by_table=GradsByTable)
@@ -161,6 +163,7 @@ for _dtype_name, _dtype in (("BF16", BFloat16), ("FP16", Float16)):
             globals()[_name] = make_kernel(
                 _name,
                 _fc1(_dtype),
+                mixins=(RowsTogether,),
                 ops=(*((BIAS,) if _with_bias else ()), SCALE, *(CLAMP if _with_tanh else ()), _FC2_INPUT),
                 operands=(*((ROW,) if _with_bias else ()), COLUMN, *(NUMBERS if _with_tanh else ())),
                 outputs=("fc2_input",),

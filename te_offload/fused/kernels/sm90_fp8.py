@@ -195,7 +195,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         tanh = "" if self._activation.clamp is None else "Tanh"
         name = f"{_way(fast)}D{tanh}SReLUGemm"
         self._multiply(name, tile, dy.rows, weights.columns, dact_input, act_input, values, offsets)
-        return dact_input, magnitudes, *self._sums(parts, offsets)
+        return dact_input, magnitudes, *self._sums(parts, offsets, self._backward_count(offsets))
 
     def wgrad_fp8(
         self,

@@ -12,6 +12,7 @@ import torch
 from quack.gemm_runtime.host import GemmEpiPlan, build_gemm_epi_plan, run_gemm_epi_plan
 
 from te_offload.fused.kernels import sm90_compile
+from te_offload.fused.kernels.interface import TileCount
 from te_offload.fused.kernels.progress import said_if_slow
 
 COMPILING = "Compiling a kernel of the fused grouped MLP for Hopper; it is kept on disk"
@@ -62,6 +63,7 @@ class Launches:
         c: torch.Tensor | None,
         values: dict[str, Any],
         offsets: torch.Tensor,
+        count: TileCount | None = None,
         *,
         transposed: bool = False,
     ) -> None:
@@ -70,12 +72,12 @@ class Launches:
 
         Args:
             a: (T, K). b: (J, columns, K), or (J, K, columns) if transposed, through the table in ``values``.
-            d, c: (T, columns). offsets: (N + 1,) int32.
+            d, c: (T, columns). offsets: (N + 1,) int32. count: ``None``: clusters have their tiles from the start.
         """
         if not a.shape[0]:
             return
         dtypes = a.dtype, b.dtype, d.dtype, *(getattr(value, "dtype", None) for value in values.values())
-        key = kernel, tile, transposed, dtypes
+        key = kernel, tile, transposed, count is None, dtypes
         plan = self._plans.get(key)
         if plan is None:
             with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
@@ -93,9 +95,10 @@ class Launches:
                     cluster_M=tile.cluster_rows,
                     cluster_N=tile.cluster_columns,
                     pingpong=tile.pingpong,
+                    is_dynamic_persistent=count is not None,
                     max_swizzle_size=SWIZZLE,
                     varlen_m=True,
                     b_kn=transposed,
                     post_init_attrs=(("te_offload_source", sm90_compile.source_key()),),
                 )
-        run_gemm_epi_plan(plan, a, b, d, c, values, cu_seqlens_m=offsets)
+        run_gemm_epi_plan(plan, a, b, d, c, values, cu_seqlens_m=offsets, tile_count_semaphore=count)
