@@ -15,7 +15,7 @@ import torch
 
 from te_offload.fused import parameters
 from te_offload.fused.kernels.block_interface import BlockKernels, BlockNumbers, BlockWeights
-from te_offload.fused.kernels.interface import Orders
+from te_offload.fused.kernels.interface import Counts, Orders
 from te_offload.ops import te_adapter
 from te_offload.ops.scaling import BlockFormat, BlockScaling, LinearBlockScaling
 
@@ -45,7 +45,8 @@ class BlockPass:
 
     Args:
         kernels: of one device. fc1, fc2: the linears. scalings: theirs.
-        offsets: of FC1's rows, and of FC2's. router: scales (T,). backward: whether one will follow.
+        offsets: of FC1's rows, and of FC2's. counts: of the forward's products. router: scales (T,).
+        backward: whether one will follow.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class BlockPass:
         fc2: Any,
         scalings: tuple[LinearBlockScaling, LinearBlockScaling],
         offsets: tuple[torch.Tensor, torch.Tensor],
+        counts: Counts,
         router: torch.Tensor,
         *,
         backward: bool,
@@ -62,6 +64,7 @@ class BlockPass:
         self._kernels = kernels
         self._fc1 = fc1
         self._offsets1, self._offsets2 = offsets
+        self._counts = counts
         self._router: torch.Tensor | None = router
         self._backward = backward
         self._scaling1, self._scaling2 = scalings
@@ -90,7 +93,7 @@ class BlockPass:
         assert self._rows is not None and self._router is not None
         offsets = self._offsets1, self._offsets2
         act_input, self._rows = self._kernels.fc1_blocks(
-            self._rows, self._weights1, bias, self._router, offsets, dtype, self._scaling2.input
+            self._rows, self._weights1, bias, self._router, offsets, dtype, self._scaling2.input, self._counts.fc1
         )
         self._weights1 = BlockWeights(None, self._weights1.columns)
         return act_input
@@ -99,7 +102,8 @@ class BlockPass:
         """FC2, after FC1; the weights as the forward reads them are not needed any more."""
         assert self._rows is not None
         rows, weights, self._rows = self._rows, self._weights2, None
-        self._kernels.linear_blocks(rows, weights.rows, out, self._offsets2, bias=bias, bias_scales=bias_scales)
+        ways: dict[str, Any] = {"bias": bias, "bias_scales": bias_scales, "count": self._counts.fc2}
+        self._kernels.linear_blocks(rows, weights.rows, out, self._offsets2, **ways)
         self._router = None
         self._weights2 = BlockWeights(None, weights.columns)
 
@@ -131,7 +135,7 @@ class BlockPass:
         kernels, offsets = self._kernels, self._offsets1
         self._rebuilt = self._columns = None
         rows, self._columns = kernels.block_rows(dact_input, offsets, self._scaling1.grad_output, by_column=wgrad)
-        kernels.linear_blocks(rows, self._weights1.columns, out, offsets)
+        kernels.linear_blocks(rows, self._weights1.columns, out, offsets, count=self._orders.fc1_dgrad)
         kernels.clear(offsets, out)
         self._weights1 = BlockWeights(None, None)
 

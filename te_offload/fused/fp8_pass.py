@@ -18,7 +18,7 @@ import torch
 
 from te_offload.fused import parameters
 from te_offload.fused.kernels.fp8_interface import Fp8Kernels, QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.interface import Orders
+from te_offload.fused.kernels.interface import Counts, Orders
 from te_offload.ops import te_adapter
 from te_offload.ops.scaling import LinearScaling, Scaling
 
@@ -46,7 +46,8 @@ class Fp8Pass:
 
     Args:
         kernels: of one device. fc1, fc2: the linears. scalings: theirs, from `scaling_of`.
-        offsets: of FC1's rows, and of FC2's. router: scales (T,). backward: whether one will follow.
+        offsets: of FC1's rows, and of FC2's. counts: of the forward's products. router: scales (T,).
+        backward: whether one will follow.
     """
 
     def __init__(
@@ -56,12 +57,14 @@ class Fp8Pass:
         fc2: Any,
         scalings: tuple[LinearScaling, LinearScaling],
         offsets: tuple[torch.Tensor, torch.Tensor],
+        counts: Counts,
         router: torch.Tensor,
         *,
         backward: bool,
     ) -> None:
         self._kernels = kernels
         self._offsets1, self._offsets2 = offsets
+        self._counts = counts
         self._router: torch.Tensor | None = router
         self._scaling1, self._scaling2 = scalings
         self._weights1 = _weights(kernels, "FC1's weights", fc1, self._scaling1.weight, backward=backward)
@@ -96,10 +99,12 @@ class Fp8Pass:
                 self._scaling2.input,
                 self._weights2.inverses,
                 fast=True,
+                count=self._counts.fc1,
             )
             self._x = dataclasses.replace(self._x, rows=None, factors=None)
             return act_input
-        act_input, magnitudes = kernels.fc1_fp8(self._x, weights, bias, self._router, self._offsets1, dtype, fast=True)
+        ways: dict[str, Any] = {"fast": True, "count": self._counts.fc1}
+        act_input, magnitudes = kernels.fc1_fp8(self._x, weights, bias, self._router, self._offsets1, dtype, **ways)
         self._x = dataclasses.replace(self._x, rows=None, factors=None)
         if self._offsets2 is not self._offsets1:  # FC2 may read rows that FC1 did not write
             kernels.clear(self._offsets1, act_input)
@@ -117,9 +122,8 @@ class Fp8Pass:
     def fc2(self, bias: torch.Tensor | None, bias_scales: torch.Tensor | None, out: torch.Tensor) -> None:
         """FC2, after FC1; the weights as the forward reads them are not needed any more."""
         assert self._hidden is not None
-        self._kernels.linear_fp8(
-            self._hidden, self._weights2.rows, out, self._offsets2, bias=bias, bias_scales=bias_scales, fast=True
-        )
+        ways: dict[str, Any] = {"bias": bias, "bias_scales": bias_scales, "fast": True, "count": self._counts.fc2}
+        self._kernels.linear_fp8(self._hidden, self._weights2.rows, out, self._offsets2, **ways)
         self._hidden = dataclasses.replace(self._hidden, rows=None, factors=None)
         self._router = None
         self._weights1 = dataclasses.replace(self._weights1, rows=None)
@@ -173,7 +177,8 @@ class Fp8Pass:
             magnitudes=self._magnitudes,
             by_column=wgrad,
         )
-        kernels.linear_fp8(self._dy, self._weights1.columns, out, offsets, fast=False)
+        count = self._orders.fc1_dgrad
+        kernels.linear_fp8(self._dy, self._weights1.columns, out, offsets, fast=False, count=count)
         kernels.clear(offsets, out)
         self._magnitudes = None
         self._weights1 = dataclasses.replace(self._weights1, columns=None)

@@ -216,7 +216,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
 
         saves = bool(ctx1.requires_grad)
         offsets = offsets1, offsets2
-        numbers = quantized.make_pass(way, kernels, fc1, fc2, scalings, offsets, flat_scales, backward=saves)
+        numbers = quantized.make_pass(way, kernels, fc1, fc2, scalings, offsets, counts, flat_scales, backward=saves)
         if numbers is not None:
             x = numbers.quantize_input(x, splits1)
         if saves:

@@ -14,7 +14,7 @@ import torch
 from te_offload.fused import block_pass, fp8_pass
 from te_offload.fused.block_pass import BlockPass
 from te_offload.fused.fp8_pass import Fp8Pass
-from te_offload.fused.kernels.interface import Kernels, SquaredReLU
+from te_offload.fused.kernels.interface import Counts, Kernels, SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
@@ -69,16 +69,19 @@ def make_pass(
     fc2: Any,
     scalings: Sequence[Any],
     offsets: tuple[torch.Tensor, torch.Tensor],
+    counts: Counts,
     router: torch.Tensor,
     *,
     backward: bool,
 ) -> Fp8Pass | BlockPass | None:
-    """One forward and backward of a way, ``None`` if nothing is quantized. ``scalings``: of both linears."""
+    """One forward and backward of a way, ``None`` if nothing is quantized. ``scalings``: of both linears. ``counts``: of
+    the forward's products.
+    """
     if way == DENSE:
         return None
     kind: type[Fp8Pass | BlockPass] = Fp8Pass if way == TENSOR_SCALES else BlockPass
     one, other = scalings
-    return kind(kernels, fc1, fc2, (one, other), offsets, router, backward=backward)
+    return kind(kernels, fc1, fc2, (one, other), offsets, counts, router, backward=backward)
 
 
 def make_kernels(way: Way, activation: SquaredReLU, *, reference: bool) -> Kernels:

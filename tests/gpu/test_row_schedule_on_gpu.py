@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from te_offload.fused.kernels.interface import Orders, SquaredReLU, TileCount
+from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 from tests.support.mlp import seeded
 
 pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
@@ -106,3 +107,41 @@ def test_a_launch_begins_with_the_tile_that_its_count_says() -> None:
     clusters = torch.cuda.get_device_properties(0).multi_processor_count
     written = int((~out[: sum(SIZES["even"])].isnan()).sum())
     assert 0 < written <= clusters * 128 * 256 < out.numel()
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_fp8_keeps_its_bits_too(sizes: list[int]) -> None:
+    from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels
+
+    kernels, scaling, tokens = Sm90Fp8Kernels(SquaredReLU()), Scaling(torch.float8_e4m3fn), sum(sizes)
+    x, router = random(tokens + BEYOND, HIDDEN), torch.rand(tokens + BEYOND, device="cuda")
+    w1 = kernels.quantize_weights(kernels.prepare("w1", random(EXPERTS, FFN, HIDDEN)), scaling)
+    found = []
+    for counted in (False, True):
+        y = torch.zeros_like(x)
+        offsets, counts = kernels.offsets(torch.tensor(sizes, device="cuda"), y)
+        one, other = counts if counted else (None, None)
+        rows = kernels.quantize(x, offsets, scaling, weights=w1.inverses)
+        act_input, magnitudes = kernels.fc1_fp8(rows, w1, None, router, offsets, x.dtype, fast=True, count=one)
+        hidden = kernels.quantize(act_input, offsets, scaling, weights=w1.inverses)
+        kernels.linear_fp8(hidden, w1.columns, y, offsets, fast=False, count=other)
+        found.append([act_input, magnitudes, y])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one[:tokens], other[:tokens])
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_fp8_by_blocks_keeps_its_bits_too(sizes: list[int]) -> None:
+    from te_offload.fused.kernels.sm90_blocks import Sm90BlockKernels
+
+    kernels, scaling, tokens = Sm90BlockKernels(SquaredReLU()), BlockScaling(BlockFormat.FP8), sum(sizes)
+    x = random(tokens + BEYOND, HIDDEN)
+    weights = kernels.block_weights(kernels.prepare("w1", random(EXPERTS, FFN, HIDDEN)), scaling, by_column=False).rows
+    found = []
+    for counted in (False, True):
+        y = torch.zeros(tokens + BEYOND, FFN, device="cuda", dtype=x.dtype)
+        offsets, counts = kernels.offsets(torch.tensor(sizes, device="cuda"), y)
+        rows, _ = kernels.block_rows(x, offsets, scaling, by_column=False)
+        kernels.linear_blocks(rows, weights, y, offsets, count=counts.fc1 if counted else None)
+        found.append(y)
+    assert torch.equal(*found) and (not tokens or bool(found[0].any()))

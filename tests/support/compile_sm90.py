@@ -23,7 +23,7 @@ from te_offload.fused.kernels import blocks, fp8, sm90, sm90_blocks, sm90_compil
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.interface import SquaredReLU, TileCount
 from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 
 EXPERTS, HIDDEN, FFN, DEEP_FFN = 4, 1152, 384, 2688
@@ -95,7 +95,7 @@ def compile_fp8(activation: SquaredReLU, tokens: int) -> int:
     vars(fp8).update(dict.fromkeys(("factors_of", "padded_offsets", "keep_magnitudes"), launches_nothing))
     kernels = sm90_fp8.Sm90Fp8Kernels(activation)
     table, offsets = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS + 1, dtype=torch.int32)
-    scales = empty(tokens, dtype=torch.float32)
+    scales, count = empty(tokens, dtype=torch.float32), TileCount(empty(1, dtype=torch.int32), 0)
 
     def rows(columns: int, dtype: torch.dtype) -> QuantizedRows:
         turned = empty(columns, fp8.padded_tokens(tokens, EXPERTS), dtype=dtype)
@@ -110,22 +110,25 @@ def compile_fp8(activation: SquaredReLU, tokens: int) -> int:
     of_fc1, of_fc2 = weights(FFN, HIDDEN), weights(HIDDEN, FFN)
     x, dy = rows(HIDDEN, torch.float8_e4m3fn), rows(HIDDEN, torch.float8_e5m2)
     for bias in (None, empty(EXPERTS, FFN, dtype=torch.bfloat16)):
-        act_input, _ = kernels.fc1_fp8(x, of_fc1, bias, scales, offsets, torch.bfloat16, fast=True)
+        act_input, _ = kernels.fc1_fp8(x, of_fc1, bias, scales, offsets, torch.bfloat16, fast=True, count=count)
     vars(fp8)["given_scales"] = lambda *_, **__: (x.inverses, scales, scales)
     delayed = Scaling(torch.float8_e4m3fn, given=x.inverses, kept=x.inverses)
     if activation.clamp is None:  # else it is two passes
-        kernels.fc1_given(x, of_fc1, None, scales, offsets, torch.bfloat16, delayed, x.inverses, fast=True)
+        given = x, of_fc1, None, scales, offsets, torch.bfloat16, delayed, x.inverses
+        kernels.fc1_given(*given, fast=True, count=count)
     *_, orders = kernels.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
     if activation.clamp is not None:
         return launches.count
     y, bias2 = empty(tokens, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, HIDDEN, dtype=torch.bfloat16)
     hidden = rows(FFN, torch.float8_e4m3fn)
     for one, factors in ((None, None), (bias2, None), (bias2, scales)):
-        kernels.linear_fp8(hidden, of_fc2.rows, y, offsets, bias=one, bias_scales=factors, fast=True)
-    kernels.linear_fp8(rows(FFN, torch.float8_e5m2), of_fc1.columns, y, offsets, fast=False)
+        ways: dict[str, Any] = {"bias": one, "bias_scales": factors, "count": count}
+        kernels.linear_fp8(hidden, of_fc2.rows, y, offsets, **ways, fast=True)
+    grads = rows(FFN, torch.float8_e5m2)
+    kernels.linear_fp8(grads, of_fc1.columns, y, offsets, fast=False, count=orders.fc1_dgrad)
     for out_dtype, accumulate in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
         out = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=out_dtype), table)
-        kernels.wgrad_fp8(dy, hidden, offsets, out, accumulate=accumulate, fast=False, order=orders[0])
+        kernels.wgrad_fp8(dy, hidden, offsets, out, accumulate=accumulate, fast=False, order=orders.fc2_wgrad)
     return launches.count
 
 
@@ -136,6 +139,7 @@ def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
     vars(fp8)["padded_offsets"] = launches_nothing
     kernels = sm90_blocks.Sm90BlockKernels(activation)
     offsets, router = empty(EXPERTS + 1, dtype=torch.int32), empty(tokens, dtype=torch.float32)
+    count = TileCount(empty(1, dtype=torch.int32), 0)
 
     def floats(*size: int) -> torch.Tensor:
         return empty(*(-(-one // blocks.BLOCK) for one in size[:-1]), size[-1], dtype=torch.float32)
@@ -158,7 +162,7 @@ def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
     of_fc1 = BlockWeights(weights(FFN, HIDDEN), weights(HIDDEN, FFN))
     of_fc2 = BlockWeights(weights(HIDDEN, FFN), weights(FFN, HIDDEN))
     act_input, hidden = kernels.fc1_blocks(
-        rows(HIDDEN), of_fc1, None, router, (offsets, offsets), torch.bfloat16, scaling
+        rows(HIDDEN), of_fc1, None, router, (offsets, offsets), torch.bfloat16, scaling, count
     )
     *_, orders = kernels.fc2_dgrad_blocks(rows(HIDDEN), of_fc2, act_input, router, offsets)
     if activation.clamp is not None:
@@ -171,10 +175,10 @@ def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
     for by_column in (False, True):
         kernels.block_weights(packed, scaling, by_column=by_column)
     for factors in (None, router):
-        kernels.linear_blocks(hidden, of_fc2.rows, y, offsets, bias=bias, bias_scales=factors)
+        kernels.linear_blocks(hidden, of_fc2.rows, y, offsets, bias=bias, bias_scales=factors, count=count)
     for dtype, accumulate in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
         out = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=dtype), empty(EXPERTS, dtype=torch.int32))
-        kernels.wgrad_blocks(turned(HIDDEN), turned(FFN), offsets, out, accumulate=accumulate, order=orders[0])
+        kernels.wgrad_blocks(turned(HIDDEN), turned(FFN), offsets, out, accumulate=accumulate, order=orders.fc2_wgrad)
     return launches.count
 
 

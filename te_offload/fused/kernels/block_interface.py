@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from te_offload.fused.kernels.interface import Kernels, Orders, TileOrder
+from te_offload.fused.kernels.interface import Kernels, Orders, TileCount, TileOrder
 from te_offload.ops.scaling import BlockScaling
 
 
@@ -90,6 +90,7 @@ class BlockKernels(Kernels, Protocol):
         offsets: tuple[torch.Tensor, torch.Tensor],
         dtype: torch.dtype,
         scaling: BlockScaling,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, BlockNumbers]:
         """``act_input = x @ w1.T + bias`` (T, F), and rows of what the activation makes of it.
 
@@ -107,6 +108,7 @@ class BlockKernels(Kernels, Protocol):
         *,
         bias: torch.Tensor | None = None,
         bias_scales: torch.Tensor | None = None,
+        count: TileCount | None = None,
     ) -> None:
         """``out = x @ w.T + bias * bias_scale``, in the experts' rows alone. ``weights``: rows of `BlockWeights` (FC2), or
         columns (the dgrad of FC1).
@@ -120,8 +122,8 @@ class BlockKernels(Kernels, Protocol):
         router: torch.Tensor,
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Orders]:
-        """The gradient by act_input (T, F), that by the router's scales (T,) in float32, and the orders of both wgrads that
-        follow.
+        """The gradient by act_input (T, F), that by the router's scales (T,) in float32, and how the products that
+        follow take their tiles.
         """
 
     def wgrad_blocks(

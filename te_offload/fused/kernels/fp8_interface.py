@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from te_offload.fused.kernels.interface import Kernels, Orders, TileOrder
+from te_offload.fused.kernels.interface import Kernels, Orders, TileCount, TileOrder
 from te_offload.ops.scaling import Scaling
 
 
@@ -101,6 +101,7 @@ class Fp8Kernels(Kernels, Protocol):
         dtype: torch.dtype,
         *,
         fast: bool,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``act_input = x @ w1.T + bias`` (T, F), and magnitudes (T, parts) of what the activation makes of it.
 
@@ -120,6 +121,7 @@ class Fp8Kernels(Kernels, Protocol):
         others: torch.Tensor,
         *,
         fast: bool,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, QuantizedRows]:
         """`fc1_fp8`, and `quantize` of what the activation makes of it, in one pass where scales are known beforehand.
 
@@ -137,6 +139,7 @@ class Fp8Kernels(Kernels, Protocol):
         bias: torch.Tensor | None = None,
         bias_scales: torch.Tensor | None = None,
         fast: bool,
+        count: TileCount | None = None,
     ) -> None:
         """``out = x @ w.T + bias * bias_scale``, in the experts' rows alone. ``weights``: rows of `QuantizedWeights` (FC2),
         or columns (the dgrad of FC1).
@@ -152,8 +155,8 @@ class Fp8Kernels(Kernels, Protocol):
         *,
         fast: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
-        """The gradient by act_input (T, F), its magnitudes (T, parts), the gradient by scales (T,) in float32, and the
-        orders of both wgrads that follow.
+        """The gradient by act_input (T, F), its magnitudes (T, parts), the gradient by scales (T,) in float32, and
+        how the products that follow take their tiles.
         """
 
     def wgrad_fp8(

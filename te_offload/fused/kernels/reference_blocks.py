@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights, Parts
-from te_offload.fused.kernels.interface import Orders, TileOrder
+from te_offload.fused.kernels.interface import Orders, TileCount, TileOrder
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.reference_formats import Format, make_format
 from te_offload.ops.scaling import BlockScaling
@@ -64,6 +64,7 @@ class ReferenceBlockKernels(ReferenceKernels):
         offsets: tuple[torch.Tensor, torch.Tensor],
         dtype: torch.dtype,
         scaling: BlockScaling,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, BlockNumbers]:
         """See `BlockKernels.fc1_blocks`."""
         act_input = torch.zeros(x.shape[0], weights.rows[0].shape[0], dtype=dtype, device=x.numbers.device)
@@ -79,6 +80,7 @@ class ReferenceBlockKernels(ReferenceKernels):
         *,
         bias: torch.Tensor | None = None,
         bias_scales: torch.Tensor | None = None,
+        count: TileCount | None = None,
     ) -> None:
         """See `BlockKernels.linear_blocks`."""
         parts = zip(_dense(x, offsets, by_column=False), _places(offsets), strict=True)

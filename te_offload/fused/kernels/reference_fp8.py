@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.interface import Orders, TileOrder
+from te_offload.fused.kernels.interface import Orders, TileCount, TileOrder
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.ops.scaling import Scaling
 
@@ -91,6 +91,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
         dtype: torch.dtype,
         *,
         fast: bool,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Fp8Kernels.fc1_fp8`."""
         assert x.rows is not None
@@ -110,6 +111,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
         others: torch.Tensor,
         *,
         fast: bool,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, QuantizedRows]:
         """See `Fp8Kernels.fc1_given`."""
         act_input, magnitudes = self.fc1_fp8(x, weights, bias, router, offsets, dtype, fast=fast)
@@ -127,6 +129,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
         bias: torch.Tensor | None = None,
         bias_scales: torch.Tensor | None = None,
         fast: bool,
+        count: TileCount | None = None,
     ) -> None:
         """See `Fp8Kernels.linear_fp8`."""
         assert x.rows is not None and x.factors is not None

@@ -38,6 +38,7 @@ from te_offload.fused.kernels.sm90_device import (
 )
 from te_offload.fused.kernels.sm90_experts import ByExpert, GradsByTable, WeightsByTable
 from te_offload.fused.kernels.sm90_fp8_device import PaddedColumns
+from te_offload.fused.kernels.sm90_order import RowsTogether
 from te_offload.fused.kernels.sm90_sums import SplitSums
 
 BLOCK = 128
@@ -293,14 +294,15 @@ def _make(name: str, *args: Any, **kwargs: Any) -> None:
     globals()[name] = make_kernel(name, *args, **kwargs, module=__name__)
 
 
-_make("BlockGemm", linear, ops=_BY_ROW, by_table=RowScales)
-_make("BlockBiasGemm", linear, ops=(*_BY_ROW, BIAS), operands=(ROW,), by_table=RowScales)
+_make("BlockGemm", linear, ops=_BY_ROW, by_table=RowScales, mixins=(RowsTogether,))
+_make("BlockBiasGemm", linear, ops=(*_BY_ROW, BIAS), operands=(ROW,), by_table=RowScales, mixins=(RowsTogether,))
 _make(
     "BlockScaledBiasGemm",
     linear,
     ops=(*_BY_ROW, BIAS, SCALE),
     operands=(ROW, COLUMN),
     by_table=RowScales,
+    mixins=(RowsTogether,),
 )
 for _adds in (False, True):
     _make(

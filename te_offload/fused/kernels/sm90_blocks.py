@@ -16,7 +16,7 @@ import torch
 from te_offload.fused.kernels import blocks, fp8, sm90_block_device
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights, Parts
 from te_offload.fused.kernels.experts import Experts
-from te_offload.fused.kernels.interface import Orders, SquaredReLU, TileOrder
+from te_offload.fused.kernels.interface import Orders, SquaredReLU, TileCount, TileOrder
 from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import Tile
@@ -94,11 +94,12 @@ class Sm90BlockKernels(Sm90Kernels):
         offsets: tuple[torch.Tensor, torch.Tensor],
         dtype: torch.dtype,
         scaling: BlockScaling,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, BlockNumbers]:
         """See `BlockKernels.fc1_blocks`."""
         shape, device = (x.shape[0], weights.rows.numbers.view.shape[1]), x.numbers.device
         act_input = torch.empty(shape, dtype=dtype, device=device)
-        self.linear_blocks(x, weights.rows, act_input, offsets[0], bias=bias)
+        self.linear_blocks(x, weights.rows, act_input, offsets[0], bias=bias, count=count)
         if offsets[1] is not offsets[0]:  # FC2 may read rows that FC1 did not write
             self.clear(offsets[0], act_input)
         rows, _ = self._quantizers.rows(act_input, offsets[1], scaling, activation=(self._activation, router))
@@ -114,6 +115,7 @@ class Sm90BlockKernels(Sm90Kernels):
         *,
         bias: torch.Tensor | None = None,
         bias_scales: torch.Tensor | None = None,
+        count: TileCount | None = None,
     ) -> None:
         """See `BlockKernels.linear_blocks`."""
         name, values = "BlockGemm", {}
@@ -121,7 +123,7 @@ class Sm90BlockKernels(Sm90Kernels):
             name, values = "BlockBiasGemm", {"bias": bias}
             if bias_scales is not None:
                 name, values = "BlockScaledBiasGemm", {"bias": bias, "scale": bias_scales}
-        self._multiply(name, x, weights, out, None, values, offsets)
+        self._multiply(name, x, weights, out, None, values, offsets, count)
 
     def fc2_dgrad_blocks(
         self,
@@ -138,8 +140,9 @@ class Sm90BlockKernels(Sm90Kernels):
         )
         tanh = "" if self._activation.clamp is None else "Tanh"
         values = {"scale": router, "dscale": parts, **self._numbers()}
-        self._multiply(f"BlockD{tanh}SReLUGemm", dy, weights.columns, dact_input, act_input, values, offsets)
-        return dact_input, *self._sums(parts, offsets, self._backward_count(offsets))
+        count = self._backward_count(offsets)
+        self._multiply(f"BlockD{tanh}SReLUGemm", dy, weights.columns, dact_input, act_input, values, offsets, count)
+        return dact_input, *self._sums(parts, offsets, count)
 
     def wgrad_blocks(
         self,
@@ -167,9 +170,10 @@ class Sm90BlockKernels(Sm90Kernels):
         c: torch.Tensor | None,
         values: dict[str, Any],
         offsets: torch.Tensor,
+        count: TileCount | None,
     ) -> None:
         numbers, inverses = weights.numbers, weights.inverses
         values = values | {"a_scales": x.scales, "b_scales": inverses.view, "starts": offsets}
         values |= {TABLE: numbers.table, sm90_block_device.SCALE_TABLE: inverses.table}
         kernel, rows = getattr(sm90_block_device, name), x.numbers.view(_E4M3).view(x.shape)
-        self._launch(kernel, _BY_ROW, rows, numbers.view.view(_E4M3), out, c, values, offsets)
+        self._launch(kernel, _BY_ROW, rows, numbers.view.view(_E4M3), out, c, values, offsets, count)

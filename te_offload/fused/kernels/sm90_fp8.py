@@ -15,7 +15,7 @@ import torch
 from te_offload.fused.kernels import fp8, sm90_fp8_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.interface import Orders, TileOrder
+from te_offload.fused.kernels.interface import Orders, TileCount, TileOrder
 from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import Tile
@@ -96,9 +96,10 @@ class Sm90Fp8Kernels(Sm90Kernels):
         dtype: torch.dtype,
         *,
         fast: bool,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Fp8Kernels.fc1_fp8`."""
-        return self._fc1(x, weights, bias, scales, offsets, dtype, {}, fast=fast)
+        return self._fc1(x, weights, bias, scales, offsets, dtype, {}, count, fast=fast)
 
     def fc1_given(
         self,
@@ -112,10 +113,11 @@ class Sm90Fp8Kernels(Sm90Kernels):
         others: torch.Tensor,
         *,
         fast: bool,
+        count: TileCount | None = None,
     ) -> tuple[torch.Tensor, QuantizedRows]:
         """See `Fp8Kernels.fc1_given`."""
         if self._activation.clamp is not None:  # by another tanh than the backward's, which rebuilds the numbers
-            act_input, magnitudes = self.fc1_fp8(x, weights, bias, router, offsets, dtype, fast=fast)
+            act_input, magnitudes = self.fc1_fp8(x, weights, bias, router, offsets, dtype, fast=fast, count=count)
             return act_input, self.quantize(
                 act_input, offsets, scaling, weights=others, magnitudes=magnitudes, router=router
             )
@@ -123,7 +125,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         inverses, scales, factors = fp8.given_scales(offsets, scaling, weights=others, rows=tokens)
         fc2_input = torch.empty(tokens, columns, dtype=scaling.dtype, device=device)
         given = {"fp8_scale": scales, "fc2_input": fc2_input}
-        act_input, magnitudes = self._fc1(x, weights, bias, router, offsets, dtype, given, fast=fast)
+        act_input, magnitudes = self._fc1(x, weights, bias, router, offsets, dtype, given, count, fast=fast)
         fp8.keep_magnitudes(magnitudes, offsets, scaling, dtype)
         return act_input, QuantizedRows(fc2_input, None, scales, inverses, factors)
 
@@ -136,6 +138,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         offsets: torch.Tensor,
         dtype: torch.dtype,
         given: dict[str, torch.Tensor],
+        count: TileCount | None,
         *,
         fast: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,7 +153,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         values = {"factor": x.factors, "scale": router, **given, "magnitude": magnitudes, **self._numbers()}
         if bias is not None:
             values["bias"] = bias
-        self._multiply(name, tile, x.rows, weights.rows, act_input, None, values, offsets)
+        self._multiply(name, tile, x.rows, weights.rows, act_input, None, values, offsets, count)
         return act_input, magnitudes
 
     def linear_fp8(
@@ -163,6 +166,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         bias: torch.Tensor | None = None,
         bias_scales: torch.Tensor | None = None,
         fast: bool,
+        count: TileCount | None = None,
     ) -> None:
         """See `Fp8Kernels.linear_fp8`."""
         assert x.rows is not None and x.factors is not None
@@ -174,7 +178,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
             if bias_scales is not None:
                 values["scale"] = bias_scales
                 name = f"{_way(fast)}ScaledBiasGemm"
-        self._multiply(name, FAST if fast else SPLIT, x.rows, weights, out, None, values, offsets)
+        self._multiply(name, FAST if fast else SPLIT, x.rows, weights, out, None, values, offsets, count)
 
     def fc2_dgrad_fp8(
         self,
@@ -194,8 +198,9 @@ class Sm90Fp8Kernels(Sm90Kernels):
         values = {"factor": dy.factors, "scale": scales, "dscale": parts, "magnitude": magnitudes, **self._numbers()}
         tanh = "" if self._activation.clamp is None else "Tanh"
         name = f"{_way(fast)}D{tanh}SReLUGemm"
-        self._multiply(name, tile, dy.rows, weights.columns, dact_input, act_input, values, offsets)
-        return dact_input, magnitudes, *self._sums(parts, offsets, self._backward_count(offsets))
+        count = self._backward_count(offsets)
+        self._multiply(name, tile, dy.rows, weights.columns, dact_input, act_input, values, offsets, count)
+        return dact_input, magnitudes, *self._sums(parts, offsets, count)
 
     def wgrad_fp8(
         self,
@@ -226,9 +231,10 @@ class Sm90Fp8Kernels(Sm90Kernels):
         c: torch.Tensor | None,
         values: dict[str, Any],
         offsets: torch.Tensor,
+        count: TileCount | None,
     ) -> None:
         kernel = getattr(sm90_fp8_device, name)
-        self._launch(kernel, tile, a, weights.view, d, c, {**values, TABLE: weights.table}, offsets)
+        self._launch(kernel, tile, a, weights.view, d, c, {**values, TABLE: weights.table}, offsets, count)
 
 
 def _way(fast: bool) -> str:

@@ -20,6 +20,7 @@ from quack.epilogue.ops import ColVecLoad, ColVecReduce, Scalar, TileStore
 
 from te_offload.fused.kernels.sm90_device import make_kernel, squared_relu
 from te_offload.fused.kernels.sm90_experts import ExpertRow, GradsByTable
+from te_offload.fused.kernels.sm90_order import RowsTogether
 from te_offload.fused.kernels.sm90_sums import SplitSums
 
 
@@ -90,9 +91,21 @@ def _make(name: str, *args: Any, **kwargs: Any) -> None:
 for _fast in (False, True):
     _mixins = (_FastSums,) if _fast else (SplitSums,)
     _way = "Fast" if _fast else "Split"
-    _make(f"{_way}Gemm", _linear, ops=(_FACTOR,), operands=_COLUMNS[:1], mixins=_mixins)
-    _make(f"{_way}BiasGemm", _linear, ops=(_BIAS, _FACTOR), operands=(_ROW, *_COLUMNS[:1]), mixins=_mixins)
-    _make(f"{_way}ScaledBiasGemm", _linear, ops=(_BIAS, _FACTOR, _SCALE), operands=(_ROW, *_COLUMNS), mixins=_mixins)
+    _make(f"{_way}Gemm", _linear, ops=(_FACTOR,), operands=_COLUMNS[:1], mixins=(RowsTogether, *_mixins))
+    _make(
+        f"{_way}BiasGemm",
+        _linear,
+        ops=(_BIAS, _FACTOR),
+        operands=(_ROW, *_COLUMNS[:1]),
+        mixins=(RowsTogether, *_mixins),
+    )
+    _make(
+        f"{_way}ScaledBiasGemm",
+        _linear,
+        ops=(_BIAS, _FACTOR, _SCALE),
+        operands=(_ROW, *_COLUMNS),
+        mixins=(RowsTogether, *_mixins),
+    )
     for _adds in (False, True):
         _make(
             f"{_way}{'Adding' if _adds else ''}WgradGemm",
@@ -127,7 +140,7 @@ for _fast in (False, True):
                     ),
                     outputs=("fc2_input",) if _given else (),
                     sinks=("magnitude",),
-                    mixins=_mixins,
+                    mixins=(RowsTogether, *_mixins),
                 )
         _make(
             f"{_way}D{_tanh}SReLUGemm",
