@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.grouped_mlp import Step, captured, milliseconds, split
 from te_offload.fused.kernels import sm90
-from te_offload.fused.kernels.interface import Orders, SquaredReLU
+from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU
 from te_offload.fused.kernels.sm90_launch import Tile
 
 IN_USE = "in use"
@@ -68,15 +68,13 @@ class Products:
 
         self._case, self._kernels = case, sm90.Sm90Kernels(SquaredReLU(), tile_for)
         self._experts = {name: self._kernels.prepare(name, tensors) for name, tensors in case.experts.items()}
-        self._offsets, self._counts = self._kernels.offsets(case.sizes, case.y)
+        self._offsets, _ = self._kernels.offsets(case.sizes, case.y)  # a graph's own hold nothing before it has run
         self._parts = torch.zeros(case.x.shape[0], 8, device=case.x.device)
         self.step()
 
     def step(self) -> tuple[torch.Tensor, ...]:
         """All of them; the results, without the gradients of the scales."""
-        self._offsets, self._counts = self._kernels.offsets(self._case.sizes, self._case.y)
-        self._fc1()
-        self._fc2()
+        self.forward()
         self.dact()
         case, experts, orders = self._case, self._experts, self._orders
         order = orders.fc2_wgrad
@@ -94,24 +92,27 @@ class Products:
         )
         return case.y, case.dx, case.experts["dw1"], case.experts["dw2"], self._rebuilt
 
+    def forward(self) -> None:
+        """The offsets, FC1 and FC2."""
+        offsets, counts = self._kernels.offsets(self._case.sizes, self._case.y)
+        self._fc1(offsets, counts)
+        self._fc2(offsets, counts)
+
     def fc1(self) -> None:
         """FC1 and its activation, after the offsets, which set its count to zero."""
-        self._offsets, self._counts = self._kernels.offsets(self._case.sizes, self._case.y)
-        self._fc1()
+        self._fc1(*self._kernels.offsets(self._case.sizes, self._case.y))
 
-    def _fc1(self) -> None:
-        case, count = self._case, self._counts.fc1
-        found = self._kernels.fc1(case.x, self._experts["w1"], None, case.scales, self._offsets, count)
+    def _fc1(self, offsets: torch.Tensor, counts: Counts) -> None:
+        case, weights = self._case, self._experts["w1"]
+        found = self._kernels.fc1(case.x, weights, None, case.scales, offsets, counts.fc1)
         self._act_input, self._fc2_input = found
 
     def fc2(self) -> None:
         """FC2, after the offsets."""
-        self._offsets, self._counts = self._kernels.offsets(self._case.sizes, self._case.y)
-        self._fc2()
+        self._fc2(*self._kernels.offsets(self._case.sizes, self._case.y))
 
-    def _fc2(self) -> None:
-        experts, count = self._experts["w2"], self._counts.fc2
-        self._kernels.fc2(self._fc2_input, experts, None, None, self._offsets, self._case.y, count)
+    def _fc2(self, offsets: torch.Tensor, counts: Counts) -> None:
+        self._kernels.fc2(self._fc2_input, self._experts["w2"], None, None, offsets, self._case.y, counts.fc2)
 
     def dact(self) -> None:
         """FC2's dgrad with the activation's, and the sums after it."""
