@@ -1,17 +1,19 @@
-"""Other tiles for one of the fused grouped MLP's products on Hopper: the product alone and the whole step, in bf16.
+"""Other tiles for the fused grouped MLP's products on Hopper: a product alone and the whole step, in bf16.
 
     ./run benchmarks.tiles wgrad 192t/32 192t 160t@2x1 [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--json FILE]
+    ./run benchmarks.tiles dgrad :start 192t@2x1 fc2=208t@2x1,dgrad=192t@2x1
 
 The product is ``fc1`` (with its activation), ``fc2``, ``dact`` (FC2's dgrad with the activation's and the sums after it),
 ``dgrad`` (FC1's) or ``wgrad`` (both); alone, it is timed with what sets its count to zero. A tile is its columns, of 128
 rows; ``t``: two warp groups take turns; ``/32``: so many products of each sum a stage, for QuACK's 64; ``@2x1``: clusters
-of so many tiles above and beside each other. The first row is the tile in use, which may be another one for each of the two
-weight gradients.
+of so many tiles above and beside each other; ``:start``: given out from the start, not one by one, with or without another
+tile. Products beside the first argument's are named. The first row is what is in use, which may be another tile for each of
+the two weight gradients.
 
-All tiles run in one process on the same inputs, as graphs, in turns shuffled anew each time, with even and with random
+All ways run in one process on the same inputs, as graphs, in turns shuffled anew each time, with even and with random
 routing. `hot` are rows of calls without a rest, at the card's sustained clock, `cool` rows of four after a rest; medians,
-ms. `same bits` compares every result with those of the tile in use (the scales' gradients, which are summed in parts as
-wide as a tile, are left out).
+ms. `same bits` compares every result with those of the first row (the scales' gradients, which are summed in parts as wide
+as a tile, are left out).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import re
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +38,7 @@ from te_offload.fused.kernels.sm90_launch import Tile
 IN_USE = "in use"
 PRODUCTS = ("fc1", "fc2", "dact", "wgrad", "dgrad")
 REST_S = 0.02
+FROM_START = ":start"
 _SPEC = re.compile(r"(?P<columns>\d+)(?P<turns>t?)(/(?P<per_stage>\d+))?(@(?P<above>\d)x(?P<beside>\d))?")
 
 
@@ -53,6 +56,36 @@ def parse_tile(text: str) -> Tile:
     return Tile(128, int(found["columns"]), above, beside, pingpong=bool(found["turns"]), per_stage=per_stage)
 
 
+class Choice(NamedTuple):
+    """For one product: another tile, or ``None``; and whether its tiles are given out from the start."""
+
+    tile: Tile | None = None
+    from_start: bool = False
+
+
+Way = dict[str, Choice]  # by product
+
+
+def parse_way(text: str, product: str) -> Way:
+    """What the head of this file says; without a name it is for ``product``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found: Way = {}
+    for part in text.split(","):
+        name, _, spec = part.rpartition("=")
+        name = name or product
+        from_start = spec.endswith(FROM_START)
+        tile = spec.removesuffix(FROM_START)
+        if name not in PRODUCTS:
+            raise argparse.ArgumentTypeError(f"{name!r} is no product; there are {', '.join(PRODUCTS)}.")
+        if from_start and name == "dact":
+            raise argparse.ArgumentTypeError("FC2's dgrad always takes its tiles one by one.")
+        found[name] = Choice(None if from_start and not tile else parse_tile(tile), from_start)
+    return found
+
+
 def random_split(experts: int, tokens: int) -> list[int]:
     """Tokens of each expert, each token going to any."""
     generator = torch.Generator().manual_seed(0)
@@ -60,12 +93,13 @@ def random_split(experts: int, tokens: int) -> list[int]:
 
 
 class Products:
-    """The six products of a step, one after the other or each by itself, with another tile for one of them."""
+    """The six products of a step, one after the other or each by itself, a way."""
 
-    def __init__(self, case: Case, product: str, tile: Tile | None) -> None:
+    def __init__(self, case: Case, way: Way) -> None:
         def tile_for(name: str, *args: Any) -> Tile:
-            return sm90.tile_for(name, *args) if tile is None or name != product else tile
+            return way.get(name, Choice()).tile or sm90.tile_for(name, *args)
 
+        self._from_start = {name for name, choice in way.items() if choice.from_start}
         self._case, self._kernels = case, sm90.Sm90Kernels(SquaredReLU(), tile_for)
         self._experts = {name: self._kernels.prepare(name, tensors) for name, tensors in case.experts.items()}
         self._offsets, _ = self._kernels.offsets(case.sizes, case.y)  # a graph's own hold nothing before it has run
@@ -76,7 +110,7 @@ class Products:
         """All of them; the results, without the gradients of the scales."""
         self.forward()
         self.dact()
-        case, experts, orders = self._case, self._experts, self._orders
+        case, experts, orders = self._case, self._experts, self._chosen(self._orders)
         order = orders.fc2_wgrad
         self._kernels.wgrad(case.dy, self._rebuilt, self._offsets, experts["dw2"], accumulate=False, order=order)
         self._kernels.fc1_backward(
@@ -94,17 +128,17 @@ class Products:
 
     def forward(self) -> None:
         """The offsets, FC1 and FC2."""
-        offsets, counts = self._kernels.offsets(self._case.sizes, self._case.y)
-        self._fc1(offsets, counts)
-        self._fc2(offsets, counts)
+        found = self._kernels.offsets(self._case.sizes, self._case.y)
+        self._fc1(*found)
+        self._fc2(*found)
 
     def fc1(self) -> None:
         """FC1 and its activation, after the offsets, which set its count to zero."""
         self._fc1(*self._kernels.offsets(self._case.sizes, self._case.y))
 
     def _fc1(self, offsets: torch.Tensor, counts: Counts) -> None:
-        case, weights = self._case, self._experts["w1"]
-        found = self._kernels.fc1(case.x, weights, None, case.scales, offsets, counts.fc1)
+        case, weights, count = self._case, self._experts["w1"], None if "fc1" in self._from_start else counts.fc1
+        found = self._kernels.fc1(case.x, weights, None, case.scales, offsets, count)
         self._act_input, self._fc2_input = found
 
     def fc2(self) -> None:
@@ -112,7 +146,8 @@ class Products:
         self._fc2(*self._kernels.offsets(self._case.sizes, self._case.y))
 
     def _fc2(self, offsets: torch.Tensor, counts: Counts) -> None:
-        self._kernels.fc2(self._fc2_input, self._experts["w2"], None, None, offsets, self._case.y, counts.fc2)
+        count = None if "fc2" in self._from_start else counts.fc2
+        self._kernels.fc2(self._fc2_input, self._experts["w2"], None, None, offsets, self._case.y, count)
 
     def dact(self) -> None:
         """FC2's dgrad with the activation's, and the sums after it."""
@@ -136,8 +171,12 @@ class Products:
 
     def _sums(self) -> Orders:
         kernels = self._kernels
-        orders: Orders = kernels._sums(self._parts, self._offsets, kernels._backward_count(self._offsets))[1]
-        return orders
+        return self._chosen(kernels._sums(self._parts, self._offsets, kernels._backward_count(self._offsets))[1])
+
+    def _chosen(self, orders: Orders) -> Orders:
+        if "wgrad" in self._from_start:
+            orders = orders._replace(fc2_wgrad=None, fc1_wgrad=None)
+        return orders._replace(fc1_dgrad=None) if "dgrad" in self._from_start else orders
 
 
 class Case:
@@ -163,14 +202,14 @@ class Case:
         }
 
 
-def compare(case: Case, product: str, tiles: dict[str, Tile | None], rounds: int) -> dict[str, dict[str, Any]]:
-    """Each tile's medians, and whether its bits are those of the first one."""
+def compare(case: Case, product: str, ways: dict[str, Way], rounds: int) -> dict[str, dict[str, Any]]:
+    """Each way's medians, and whether its bits are those of the first one. ``product``: is timed alone too."""
     first: list[torch.Tensor] = []
     steps: dict[str, dict[str, Step]] = {}
     found: dict[str, dict[str, Any]] = {}
     kept = []  # graphs read their tensors
-    for label, tile in tiles.items():
-        products = Products(case, product, tile)
+    for label, way in ways.items():
+        products = Products(case, way)
         results = [result.clone() for result in products.step()]
         first = first or results
         found[label] = {"same_bits": all(map(torch.equal, first, results))}
@@ -178,7 +217,7 @@ def compare(case: Case, product: str, tiles: dict[str, Tile | None], rounds: int
         kept.append((products, dict(vars(products))))  # also what the product reads by itself
         steps[label] = {"alone": captured(getattr(products, product)), "step": captured(products.step)}
     times: dict[tuple[str, str], list[float]] = {}
-    shuffled, labels = random.Random(0), list(tiles)
+    shuffled, labels = random.Random(0), list(ways)
     for kind in ("alone", "step"):
         for name, calls, rest in ((f"{kind}_hot", 8, 0.0), (f"{kind}_cool", 4, REST_S)):
             for _ in range(rounds + 2):
@@ -195,13 +234,18 @@ def main() -> None:
     """Run, print a table a routing, write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("product", choices=PRODUCTS)
-    parser.add_argument("tiles", nargs="+", type=parse_tile, metavar="TILE")
+    parser.add_argument("ways", nargs="+", metavar="WAY")
     for name, value in (("experts", 64), ("hidden", 2048), ("ffn", 1408), ("tokens", 32768), ("rounds", 12)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
     experts, tokens = arguments.experts, arguments.tokens
-    tiles: dict[str, Tile | None] = {IN_USE: None} | {str(tuple(tile)): tile for tile in arguments.tiles}
+    ways: dict[str, Way] = {IN_USE: {}}
+    for text in arguments.ways:
+        try:
+            ways[text] = parse_way(text, arguments.product)
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
     print(
         f"{torch.cuda.get_device_name()}; {arguments.product}; E{experts} H{arguments.hidden} F{arguments.ffn} T{tokens}"
     )
@@ -211,13 +255,13 @@ def main() -> None:
         ("random", random_split(experts, tokens)),
     ):
         case = Case(arguments.hidden, arguments.ffn, sizes)
-        rows = found[routing] = compare(case, arguments.product, tiles, arguments.rounds)
+        rows = found[routing] = compare(case, arguments.product, ways, arguments.rounds)
         print(f"\n| {routing} routing | alone, hot | cool | step, hot | cool | same bits |\n|---|---|---|---|---|---|")
         for label, row in rows.items():
             cells = (f"{row[name]:.4f}" for name in ("alone_hot", "alone_cool", "step_hot", "step_cool"))
             print(f"| {label} | {' | '.join(cells)} | {'yes' if row['same_bits'] else 'NO'} |", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"schema": "1.0", "results": found}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"schema": "1.1", "results": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

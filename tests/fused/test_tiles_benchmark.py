@@ -15,7 +15,7 @@ pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is no
 
 from benchmarks import tiles
 from te_offload.fused.kernels import sm90
-from te_offload.fused.kernels.interface import Orders, SquaredReLU
+from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU, TileCount, TileOrder
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.sm90_launch import Tile
 
@@ -39,6 +39,22 @@ def test_what_is_no_tile_is_refused_with_one_that_is(text: str) -> None:
         tiles.parse_tile(text)
 
 
+def test_a_way_names_products_beside_the_first_and_says_whose_tiles_are_given_out_from_the_start() -> None:
+    two, one = tiles.parse_tile("192t@2x1"), tiles.parse_tile("256")
+    assert tiles.parse_way("192t@2x1", "dgrad") == {"dgrad": (two, False)}
+    assert tiles.parse_way(":start", "dgrad") == {"dgrad": (None, True)}
+    found = tiles.parse_way("fc2=256:start,192t@2x1", "dgrad")
+    assert found == {"fc2": (one, True), "dgrad": (two, False)}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("fc3=256", "fc1, fc2"), ("dact=:start", "always"), ("fc2=", "192t/32@2x1")]
+)
+def test_what_is_no_way_is_refused(text: str, named: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=named):
+        tiles.parse_way(text, "dgrad")
+
+
 def test_random_routing_gives_out_every_token_and_is_the_same_each_time() -> None:
     sizes = tiles.random_split(16, 1000)
     assert len(sizes) == 16 and sum(sizes) == 1000 and len(set(sizes)) > 1
@@ -49,6 +65,7 @@ class AskedKernels(ReferenceKernels):
     """Torch's arithmetic; asks for tiles as the kernels do."""
 
     asked: dict[str, set[int]]
+    counted: set[bool]
 
     def __init__(self, activation: SquaredReLU, tile_for: Any) -> None:
         super().__init__(activation)
@@ -59,7 +76,11 @@ class AskedKernels(ReferenceKernels):
 
     def fc1(self, *args: Any) -> Any:
         self._ask("fc1")
+        self.counted.add(args[-1] is not None)
         return super().fc1(*args)
+
+    def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> Any:
+        return super().offsets(split_sizes, out)[0], Counts(TileCount(split_sizes, 0), None)
 
     def wgrad(self, *args: Any, **kwargs: Any) -> None:
         self._ask("wgrad")
@@ -76,7 +97,7 @@ class AskedKernels(ReferenceKernels):
 def test_one_product_takes_other_tiles_and_all_is_timed_alone_and_as_a_step(
     monkeypatch: pytest.MonkeyPatch, product: str
 ) -> None:
-    AskedKernels.asked, calls = {}, []
+    AskedKernels.asked, AskedKernels.counted, calls = {}, set(), []
 
     def milliseconds(step: Callable[[], object], count: int) -> float:
         step()
@@ -88,12 +109,24 @@ def test_one_product_takes_other_tiles_and_all_is_timed_alone_and_as_a_step(
     monkeypatch.setattr(tiles, "milliseconds", milliseconds)
     monkeypatch.setattr(tiles, "REST_S", 0.0)
     case = tiles.Case(16, 24, [5, 0, 7, 4], device="cpu")
-    found = tiles.compare(case, product, {tiles.IN_USE: None, "other": tiles.parse_tile("48")}, rounds=1)
+    found = tiles.compare(case, product, {tiles.IN_USE: {}, "other": tiles.parse_way("48", product)}, rounds=1)
+    assert AskedKernels.counted == {True}
     row = {"same_bits": True, "alone_hot": 8, "alone_cool": 4, "step_hot": 8, "step_cool": 4}
     assert found == {tiles.IN_USE: row, "other": row}
     assert len(calls) == 4 * 3 * 2  # rows of a round after two to warm up
     for name, columns in AskedKernels.asked.items():
         assert (48 in columns) == (name == product)
+
+
+def test_tiles_from_the_start_are_counted_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    AskedKernels.asked, AskedKernels.counted = {}, set()
+    monkeypatch.setattr(sm90, "Sm90Kernels", AskedKernels)
+    case = tiles.Case(16, 24, [5, 0, 7, 4], device="cpu")
+    products = tiles.Products(case, tiles.parse_way("fc1=:start,wgrad=:start", "fc1"))
+    products.fc1()
+    assert AskedKernels.counted == {False}
+    count = TileCount(case.sizes, 0)
+    assert products._chosen(Orders(TileOrder(*count), TileOrder(*count), count)) == Orders(None, None, count)
 
 
 @pytest.mark.parametrize(
