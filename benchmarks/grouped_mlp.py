@@ -9,8 +9,9 @@ over the rounds of a few calls in a row (`--calls`), by events on the GPU. The f
 an eager row of few calls shows; with many calls in a row the GPU has no rest, and runs at its sustained clock. `graph` is
 the same forward and backward captured and replayed. `host` is what a forward takes the host, by its own clock, with the GPU
 idle before it. `bare kernels` are the launches of the fused op without autograd and Transformer Engine around them.
-`QuACK's GEMMs` are the same six products with QuACK's own host code, on packed weights, with our tiles (all given out from
-the start) and without any activation: the floor. With `--skew` one expert takes half of the tokens and a quarter of the
+`QuACK's GEMMs` are the same six products with QuACK's own host code, on packed weights, with our tiles and without any
+activation: the floor. QuACK gives tiles out from the start unless asked to have them taken one by one, from counts that a
+memset then sets to zero first. With `--skew` one expert takes half of the tokens and a quarter of the
 experts nothing; our ops and Transformer Engine's with even routing are measured beside that.
 Transformer Engine runs in the best way that the loaded cuBLAS gives it; run it with the newest one too. With a recipe the
 ways are those of `benchmarks.fp8_mlp`.
@@ -136,7 +137,7 @@ class Case:
         kernels.fc2(fc2_input, weights2, None, None, offsets, y, counts.fc2)
         return act_input, offsets
 
-    def quack(self) -> Step:
+    def quack(self, *, one_by_one: bool = False) -> dict[str, Step]:
         """The six products, with QuACK's plain epilogue, into buffers that are there."""
         x, dy, (w1, w2) = self.x.detach(), self.dy, (weights.detach() for weights in self._packed)
         act_input, offsets = self.bare_forward()
@@ -147,32 +148,46 @@ class Case:
         regime = sm90.Regime.of(x.shape[0], len(w1))
         by_rows = [(x, w1, act_input, "fc1"), (fc2_input, w2, y, "fc2")]
         by_rows += [(dy, w2.mT, spare, "dact"), (dact, w1.mT, dx, "dgrad")]
+        counts = torch.zeros(6, dtype=torch.int32, device=x.device)
+        count = iter(counts.split(1) if one_by_one else [None] * 6)
         calls: list[Step] = []
         for a, b, d, product in by_rows:
             tile = sm90.tile_for(product, regime, None, d.shape[1], a.shape[1])
-            calls.append(functools.partial(_quack_gemm, a, b, d, tile, cu_seqlens_m=offsets))
+            calls.append(functools.partial(_quack_gemm, a, b, d, tile, next(count), cu_seqlens_m=offsets))
         for a, b, d in ((dy, fc2_input, dw2), (dact, x, dw1)):
             tile = sm90.tile_for("wgrad", regime, *d.shape[1:])
-            calls.append(functools.partial(_quack_gemm, a.mT, b.mT, d, tile, cu_seqlens_k=offsets))
-        self.quack_forward = lambda: [call() for call in calls[:2]]
-        return lambda: [call() for call in calls]
+            calls.append(functools.partial(_quack_gemm, a.mT, b.mT, d, tile, next(count), cu_seqlens_k=offsets))
+
+        def run(calls: list[Step]) -> None:
+            if one_by_one:
+                counts.zero_()
+            for call in calls:
+                call()
+
+        return {"forward": lambda: run(calls[:2]), "step": lambda: run(calls)}
 
 
 def _quack_gemm(
-    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, tile: sm90_launch.Tile, **offsets: torch.Tensor
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    tile: sm90_launch.Tile,
+    count: torch.Tensor | None,
+    **offsets: torch.Tensor,
 ) -> None:
     quack.gemm.gemm(
         a,
         b,
         d,
         None,
-        None,
+        count,
         tile.rows,
         tile.columns,
         tile.cluster_rows,
         tile.cluster_columns,
         tile_K=tile.per_stage,
         pingpong=tile.pingpong,
+        is_dynamic_persistent=count is not None,
         **offsets,
     )
 
@@ -236,7 +251,7 @@ def captured(step: Step) -> Step:
 
 def dense_ways(case: Case) -> dict[str, dict[str, Step]]:
     """In bf16."""
-    quack_step, ways = case.quack(), {}
+    ways = {}
     for name, module in (("te_offload, fused", case.fused), ("Transformer Engine", case.plain)):
         ways[name] = {"forward": case.forward_of(module), "step": case.step_of(module)}
         if case.even is not None:
@@ -245,7 +260,8 @@ def dense_ways(case: Case) -> dict[str, dict[str, Step]]:
     return ways | {
         "torch._grouped_mm, packed weights": {"forward": case.grouped_mm_forward, "step": case.grouped_mm_step},
         "bare kernels of te_offload": {"forward": case.bare_forward, "step": case.bare},
-        "QuACK's GEMMs alone, packed weights": {"forward": case.quack_forward, "step": quack_step},
+        "QuACK's GEMMs alone, packed weights": case.quack(),
+        "QuACK's GEMMs, tiles one by one": case.quack(one_by_one=True),
     }
 
 
