@@ -101,6 +101,35 @@ def test_interrupted_capture_leaves_no_memory_and_is_made_at_the_next_call(
         assert scope.replays == 3
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_capture_that_an_older_autograd_graph_forbids_is_tried_again_after_another_warm_up(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """By the next step its loss is gone, as a rule; after three tries the layer stays eager, and the report says why."""
+    record = GraphPair.record
+    tries: list[None] = []
+
+    def forbidden(self: GraphPair, how_often: int = 1) -> None:
+        record(self, how_often)
+        tries.append(None)
+        if len(tries) <= times:
+            raise RuntimeError(
+                "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
+            )
+
+    monkeypatch.setattr(GraphPair, "record", forbidden)
+    eager, layer = Toy(WIDTH, machine), Toy(WIDTH, machine)
+    with capture_layers(layer, warmup=2) as graphs:
+        (scope,) = graphs.scopes.values()
+        for seed in range(12):
+            assert all(torch.equal(a, b) for a, b in zip(run(eager, seed=seed), run(layer, seed=seed), strict=True))
+        # each try comes after two runs to warm up, and a call whose capture is to be tried again runs eagerly
+        assert len(tries) == min(times + 1, 3) and sum(scope.eager.values()) == min(times, 2)
+        assert scope.replays == (0 if times == 3 else 12 - 3 * times - 2)
+        assert ("tried again" in graphs.report()) and ("loss, say, is kept" in graphs.report()) == (times == 3)
+        assert scope.state is (CaptureState.EAGER if times == 3 else CaptureState.CAPTURED)
+
+
 def test_layer_runs_eagerly_where_there_is_no_memory_to_capture_it_once_more(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,8 @@ from te_offload.ops import row_check, te_adapter
 from te_offload.slots import SlotObserver
 
 MISMATCHES = ("raise", "recapture", "eager")
+_TRIES = 3  # of a capture that an autograd graph of an earlier step forbids: the next step's takes its place
+_FORBIDDEN = "an autograd graph from before capture_layers forbade the capture, which is tried again"
 
 
 class LayerScope:
@@ -61,6 +63,7 @@ class LayerScope:
         self._on_mismatch = on_mismatch
         self._state = CaptureState.WARMING_UP
         self._runs = 0
+        self._tries = 0
         self._copied = 0  # of pairs that are gone
         self._pair: GraphPair | None = None
         self._signature: Signature | None = None
@@ -107,6 +110,8 @@ class LayerScope:
         else:
             self._record(args, kwargs, leaves)
         if self._pair is None:
+            if self._state is CaptureState.WARMING_UP:
+                return self._eagerly(_FORBIDDEN, args, kwargs)
             return self._function(*args, **kwargs)
         busy = self._pair.busy(leaves)
         if busy is not None:
@@ -204,7 +209,12 @@ class LayerScope:
             if not isinstance(error, Exception):
                 self._state = change(self._state, CaptureState.WARMING_UP)
                 raise
-            self.reason = _explained(error)
+            self._tries += 1
+            if _is_forbidden(error) and self._tries < _TRIES:
+                self._runs = 0
+                self._state = change(self._state, CaptureState.WARMING_UP)
+                return
+            self.reason = _explained(error) if _is_forbidden(error) else error
             self._state = change(self._state, CaptureState.EAGER)
             return
         self._ground.trim()
@@ -275,9 +285,11 @@ def _let_go(error: BaseException) -> None:
     gc.collect()
 
 
-def _explained(error: Exception) -> Exception:
-    if not any(text in str(error) for text in ("legacy stream depend", "uncaptured work in another stream")):
-        return error
+def _is_forbidden(error: Exception) -> bool:
+    return any(text in str(error) for text in ("legacy stream depend", "uncaptured work in another stream"))
+
+
+def _explained(error: Exception) -> CaptureError:
     found = CaptureError(
         "Its backward would wait for another stream, which no capture may. As a rule an autograd graph over these "
         "parameters is alive that was made on the default stream: of an earlier step, whose loss, say, is kept. Delete "
