@@ -94,9 +94,15 @@ class Case:
     def step_of(self, module: torch.nn.Module, sizes: torch.Tensor | None = None) -> Step:
         """A forward and backward."""
         forward = self.forward_of(module, sizes)
-        forward()  # which makes grouped weights
-        wanted = [self.x, self.scales, *module.parameters()]
-        return lambda: torch.autograd.grad(forward(), wanted, self.dy)
+        wanted: list[torch.Tensor] = []
+
+        def step() -> Any:
+            if not wanted:
+                forward()  # which makes grouped weights
+                wanted.extend([self.x, self.scales, *module.parameters()])
+            return torch.autograd.grad(forward(), wanted, self.dy)
+
+        return step
 
     def grouped_mm_forward(self) -> torch.Tensor:
         """The grouped GEMM of torch, with packed weights."""
@@ -265,6 +271,10 @@ def dense_ways(case: Case) -> dict[str, dict[str, Step]]:
     }
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def measure(ways: dict[str, dict[str, Step]], rounds: int, calls: int) -> dict[tuple[str, str], float]:
     """Medians, in milliseconds, by way and kind."""
     times: dict[tuple[str, str], list[float]] = {}
@@ -323,14 +333,14 @@ def main() -> None:
                 step()
             torch.cuda.synchronize()
         except RuntimeError as error:
-            failures[name] = str(error).strip().splitlines()[0]
+            failures[name] = _first_line(error)
             del ways[name]
             continue
         for kind, of in (("forward graph", "forward"), ("graph", "step")):
             try:
                 steps[kind] = captured(steps[of])
             except RuntimeError as error:
-                failures[f"{name}, {kind}"] = str(error).strip().splitlines()[0]
+                failures[f"{name}, {kind}"] = _first_line(error)
                 torch.cuda.synchronize()
                 break
     medians = measure(ways, arguments.rounds, arguments.calls)
