@@ -102,8 +102,9 @@ class BlockPass:
         """FC2, after FC1; the weights as the forward reads them are not needed any more."""
         assert self._rows is not None
         rows, weights, self._rows = self._rows, self._weights2, None
-        ways: dict[str, Any] = {"bias": bias, "bias_scales": bias_scales, "count": self._counts.fc2}
-        self._kernels.linear_blocks(rows, weights.rows, out, self._offsets2, **ways)
+        self._kernels.linear_blocks(
+            rows, weights.rows, out, self._offsets2, bias=bias, bias_scales=bias_scales, count=self._counts.fc2
+        )
         self._router = None
         self._weights2 = BlockWeights(None, weights.columns)
 

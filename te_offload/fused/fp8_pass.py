@@ -103,8 +103,9 @@ class Fp8Pass:
             )
             self._x = dataclasses.replace(self._x, rows=None, factors=None)
             return act_input
-        ways: dict[str, Any] = {"fast": True, "count": self._counts.fc1}
-        act_input, magnitudes = kernels.fc1_fp8(self._x, weights, bias, self._router, self._offsets1, dtype, **ways)
+        act_input, magnitudes = kernels.fc1_fp8(
+            self._x, weights, bias, self._router, self._offsets1, dtype, fast=True, count=self._counts.fc1
+        )
         self._x = dataclasses.replace(self._x, rows=None, factors=None)
         if self._offsets2 is not self._offsets1:  # FC2 may read rows that FC1 did not write
             kernels.clear(self._offsets1, act_input)
@@ -122,8 +123,16 @@ class Fp8Pass:
     def fc2(self, bias: torch.Tensor | None, bias_scales: torch.Tensor | None, out: torch.Tensor) -> None:
         """FC2, after FC1; the weights as the forward reads them are not needed any more."""
         assert self._hidden is not None
-        ways: dict[str, Any] = {"bias": bias, "bias_scales": bias_scales, "fast": True, "count": self._counts.fc2}
-        self._kernels.linear_fp8(self._hidden, self._weights2.rows, out, self._offsets2, **ways)
+        self._kernels.linear_fp8(
+            self._hidden,
+            self._weights2.rows,
+            out,
+            self._offsets2,
+            bias=bias,
+            bias_scales=bias_scales,
+            fast=True,
+            count=self._counts.fc2,
+        )
         self._hidden = dataclasses.replace(self._hidden, rows=None, factors=None)
         self._router = None
         self._weights1 = dataclasses.replace(self._weights1, rows=None)

@@ -366,8 +366,16 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if numbers is not None:
             multiply = functools.partial(numbers.fc1_wgrad, x)
         elif together:
-            both = functools.partial(kernels.fc1_backward, dact_input, x, weights1, offsets1, dx)
-            multiply = functools.partial(both, order=orders.fc1_wgrad, count=orders.fc1_dgrad)
+            multiply = functools.partial(
+                kernels.fc1_backward,
+                dact_input,
+                x,
+                weights1,
+                offsets1,
+                dx,
+                order=orders.fc1_wgrad,
+                count=orders.fc1_dgrad,
+            )
         else:
             multiply = functools.partial(kernels.wgrad, dact_input, x, offsets1, order=orders.fc1_wgrad)
         grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply, together=together1)

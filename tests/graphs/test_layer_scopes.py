@@ -130,6 +130,29 @@ def test_capture_that_an_older_autograd_graph_forbids_is_tried_again_after_anoth
         assert scope.state is (CaptureState.EAGER if times == 3 else CaptureState.CAPTURED)
 
 
+def test_capture_that_was_made_is_tried_as_often_again_when_it_is_made_anew(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, forbidden = GraphPair.record, iter([True, True, False, True, True, False])
+
+    def sometimes(self: GraphPair, how_often: int = 1) -> None:
+        record(self, how_often)
+        if next(forbidden):
+            raise RuntimeError(
+                "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
+            )
+
+    monkeypatch.setattr(GraphPair, "record", sometimes)
+    layer = Toy(WIDTH, machine)
+    with capture_layers(layer, warmup=1, on_mismatch="recapture") as graphs:
+        (scope,) = graphs.scopes.values()
+        for rows in (ROWS, ROWS + 1):
+            for _ in range(6):
+                layer(torch.ones(rows, WIDTH)).sum().backward()
+            assert scope.state is CaptureState.CAPTURED and scope.reason is None
+        assert len(scope.recaptures) == 1 and sum(scope.eager.values()) == 4 and next(forbidden, None) is None
+
+
 def test_layer_runs_eagerly_where_there_is_no_memory_to_capture_it_once_more(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ class RowsTogether:
     """Mixin before QuACK's GEMM by rows: where clusters take their tiles one by one, those of one column of tiles and one
     expert come one after the other, so that all read the same weights while those are in the L2 cache.
 
-    Without a count clusters drift apart, and the neighbours that QuACK's own order has are no worse.
+    Of tiles that are given out from the start that order gained a step nothing (docs/results/).
     """
 
     def get_scheduler_arguments(self, a: Any, b: Any, d: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:

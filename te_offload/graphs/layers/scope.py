@@ -34,7 +34,7 @@ from te_offload.slots import SlotObserver
 
 MISMATCHES = ("raise", "recapture", "eager")
 _TRIES = 3  # of a capture that an autograd graph of an earlier step forbids: the next step's takes its place
-_FORBIDDEN = "an autograd graph from before capture_layers forbade the capture, which is tried again"
+_FORBIDDEN = "its capture would have waited for another stream, as for an older autograd graph's, and is tried again"
 
 
 class LayerScope:
@@ -63,7 +63,7 @@ class LayerScope:
         self._on_mismatch = on_mismatch
         self._state = CaptureState.WARMING_UP
         self._runs = 0
-        self._tries = 0
+        self._forbidden = 0  # captures in a row
         self._copied = 0  # of pairs that are gone
         self._pair: GraphPair | None = None
         self._signature: Signature | None = None
@@ -209,14 +209,17 @@ class LayerScope:
             if not isinstance(error, Exception):
                 self._state = change(self._state, CaptureState.WARMING_UP)
                 raise
-            self._tries += 1
-            if _is_forbidden(error) and self._tries < _TRIES:
-                self._runs = 0
-                self._state = change(self._state, CaptureState.WARMING_UP)
-                return
-            self.reason = _explained(error) if _is_forbidden(error) else error
+            if _is_forbidden(error):
+                self._forbidden += 1
+                if self._forbidden < _TRIES:
+                    self._runs = 0
+                    self._state = change(self._state, CaptureState.WARMING_UP)
+                    return
+                error = _explained(error)
+            self.reason = error
             self._state = change(self._state, CaptureState.EAGER)
             return
+        self._forbidden = 0
         self._ground.trim()
         self._signature = signature.placed(leaves)
         self._flags = _flags(leaves)
