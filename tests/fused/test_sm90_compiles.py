@@ -56,19 +56,18 @@ def test_every_kernel_compiles_for_sm_90a(running: Running) -> None:
     usual, _ = compiled(running, "bf16")
     others, kernels = compiled(running, "others")
     assert usual.count("23 launches") == 2 and others.count("23 launches") == 4
-    # for two dtypes: fc2 without, with and with a scaled bias; fc1_dgrad; bias scales; wgrad of weights and of biases, and
-    # to float32 written and added, and those of weights beside fc1_dgrad; offsets; clear; and with each of two activations
-    # fc1 with and without bias, fc2_dgrad.
-    # Beside them in float32: clear and sums. For few tokens other tiles of fc2_dgrad, fc2 and fc1_dgrad; for many, and a
-    # wide FC1, of fc2, fc1_dgrad and fc1.
-    few, many = 1 + 3 + 1, 3 + 1 + 2
+    # for two dtypes: fc2 without, with and with a scaled bias; fc1_dgrad; bias scales; wgrad of biases, of fc2 and, beside
+    # fc1_dgrad, of fc1, these also to float32 written and added; offsets; clear; and with each of two activations fc1 with
+    # and without bias, fc2_dgrad.
+    # Beside them in float32: clear and sums. For few tokens other tiles of fc2_dgrad, fc2, fc1_dgrad and all wgrads; for
+    # many, and a wide FC1, of fc2, fc1_dgrad, fc1, fc2_dgrad and the biases' wgrad.
+    few, many = 1 + 3 + 1 + 7, 3 + 1 + 2 + 1 + 1
     assert kernels == 2 * (11 + 3 + 2 * 3) + 2 + few + many
 
 
 def test_operands_are_loaded_five_tiles_ahead_where_that_fits(running: Running) -> None:
     printed = "".join(compiled(running, part)[0] for part in ("bf16", "others"))
-    for kernel in ("DSReLUGemm", "DTanhSReLUGemm"):
-        assert f"{kernel} 128x192x64: 5 stages" in printed
+    assert "DSReLUGemm 128x192x64: 5 stages" in printed and "DTanhSReLUGemm 128x160x64: 5 stages" in printed
     for kernel in ("WgradGemm", "AddingWgradGemm", "BesideWgradGemm", "AddingBesideWgradGemm"):
         assert f"{kernel} 128x192x32: 10 stages" in printed  # half a tile of 64 each
 
@@ -96,7 +95,7 @@ def test_no_kernel_waits_after_each_instruction_for_the_tensor_cores(running: Ru
     for one in PARTS:  # two of them write into one folder
         compiled(running, one)
     found = [one for one in look_into(running[part][1].rglob("*.o")) if one.tensor_core]
-    assert found and [one for one in found if one.groups * 4 > one.tensor_core] == []  # a tile of K is four
+    assert found and [one for one in found if one.groups * 2 > one.tensor_core] == []  # a tile of K is two or more
 
 
 @pytest.mark.parametrize("part", PARTS[1:])
@@ -118,9 +117,9 @@ def test_clusters_take_tiles_of_all_products_one_by_one_but_of_those_for_biases(
         compiled(running, one)
     found = [one for part in PARTS[1:] for one in look_into(running[part][1].rglob("*.o")) if one.tensor_core]
     apart = [one.symbol for one in found if not one.counts]
-    # of which there are a wgrad, in two tiles of bf16, and a product for their scales
-    assert sorted(re.findall("PlainGemm|WgradGemm", "".join(apart))) == 2 * ["PlainGemm"] + 3 * ["WgradGemm"], apart
-    assert len(found) > 60 and len(apart) == 5
+    # of which there are a wgrad, in three tiles of bf16, and a product for their scales
+    assert sorted(re.findall("PlainGemm|WgradGemm", "".join(apart))) == 2 * ["PlainGemm"] + 4 * ["WgradGemm"], apart
+    assert len(found) > 60 and len(apart) == 6
 
 
 def test_wgrad_that_begins_beside_a_dgrad_ends_after_it_and_the_dgrad_lets_it(running: Running) -> None:

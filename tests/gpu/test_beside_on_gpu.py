@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -16,7 +18,8 @@ pytestmark = [
 ]
 pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
 from te_offload.fused.kernels import sm90_device  # noqa: E402 (needs quack)
-from te_offload.fused.kernels.sm90 import Sm90Kernels  # noqa: E402
+from te_offload.fused.kernels.sm90 import Sm90Kernels, tile_for  # noqa: E402
+from te_offload.fused.kernels.sm90_launch import Tile  # noqa: E402
 from tests.support.late import copy_late  # noqa: E402
 
 HIDDEN, FFN = 520, 392  # no multiples of a tile's
@@ -28,6 +31,11 @@ SIZES = {
     "many experts, few tokens": [60 if number % 3 == 0 else number % 7 for number in range(300)],
 }
 BEYOND = 5  # rows of no expert
+CLUSTERS = {
+    "as in use": tile_for,
+    "one tile above another": lambda *_: Tile(128, 192, 2, 1, pingpong=True),
+    "one tile beside another": lambda *_: Tile(128, 256, 1, 2),
+}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -37,8 +45,15 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 class Layer:
     """FC1's backward of one routing; the gradients by its weights are added to some that are there, or not."""
 
-    def __init__(self, sizes: list[int], dtype: torch.dtype = torch.bfloat16, *, accumulate: bool = False) -> None:
-        self.kernels, self.accumulate = Sm90Kernels(SquaredReLU()), accumulate
+    def __init__(
+        self,
+        sizes: list[int],
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        accumulate: bool = False,
+        tiles: Callable[..., Tile] = tile_for,
+    ) -> None:
+        self.kernels, self.accumulate = Sm90Kernels(SquaredReLU(), tiles), accumulate
         tokens, experts = sum(sizes) + BEYOND, len(sizes)
         self.x, self.dy = random(tokens, HIDDEN, dtype=dtype), random(tokens, FFN, dtype=dtype)
         self.weights = self.kernels.prepare("weights", random(experts, FFN, HIDDEN, dtype=dtype))
@@ -98,6 +113,20 @@ def test_dgrad_and_wgrad_at_once_give_the_bits_of_one_after_the_other(
             layer.together(ordered=ordered)
             for one, other in zip(layer.results(), expected, strict=True):
                 assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("tiles", CLUSTERS.values(), ids=CLUSTERS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_both_at_once_give_the_bits_of_single_tiles_in_clusters_too(
+    sizes: list[int], tiles: Callable[..., Tile]
+) -> None:
+    expected = Layer(sizes, tiles=lambda *_: Tile(128, 192, 1, 1, pingpong=True)).apart()
+    layer = Layer(sizes, tiles=tiles)
+    for _ in range(20):
+        layer.poison()
+        layer.together(ordered=True)
+        for one, other in zip(layer.results(), expected, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

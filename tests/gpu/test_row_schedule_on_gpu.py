@@ -26,7 +26,12 @@ SIZES = {
     "a token": [0, 1] + [0] * (EXPERTS - 2),
     "nothing": [0] * EXPERTS,
 }
-TILES = {"in use": tile_for, "clusters of two": lambda *_: Tile(128, 192, 2, 1, pingpong=True)}
+TILES = {
+    "in use": tile_for,
+    "one above another": lambda *_: Tile(128, 192, 2, 1, pingpong=True),
+    "one beside another": lambda *_: Tile(128, 176, 1, 2, pingpong=True),
+    "shared, beside another": lambda *_: Tile(128, 256, 1, 2),
+}
 PRODUCTS = ("fc1", "fc2", "fc1_dgrad")
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = {"single tiles": (264, 392), "clusters of two": (248, 472)}  # no multiples of a tile's
+SHAPES = {"ragged": (264, 392), "less than a cluster's": (120, 136)}  # no multiples of a tile's
 SIZES = {
     "even": [256] * 8,
     "one has half": [16, 1024, 0, 0, 250, 260, 254, 244],
@@ -52,7 +52,7 @@ def wgrads(
     dtype: torch.dtype,
     *,
     accumulate: bool,
-    shape: tuple[int, int] = SHAPES["single tiles"],
+    shape: tuple[int, int] = SHAPES["ragged"],
     tile: Tile | None = None,
 ) -> Callable[..., torch.Tensor]:
     """A function of offsets and an order; in tiles of the choice in use, or in this one."""
@@ -71,31 +71,34 @@ def wgrads(
     return launch
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_bits_are_those_of_tiles_that_are_given_out_from_the_start(
-    sizes: list[int], shape: tuple[int, int], dtype: torch.dtype, accumulate: bool
-) -> None:
+def tiles_in_use() -> list[Tile]:
+    """Single ones first."""
     from te_offload.fused.kernels import sm90
 
-    rows = 2 if shape == SHAPES["clusters of two"] else 1
-    (tile,) = [tile for tile, _ in sm90._TILES["wgrad", sm90.Regime.USUAL] if tile.cluster_rows == rows]
+    return [tile for tile, _ in sm90._TILES["wgrad", sm90.Regime.USUAL]]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("tile", range(4))
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_bits_are_those_of_single_tiles_that_are_given_out_from_the_start(
+    sizes: list[int], tile: int, dtype: torch.dtype, accumulate: bool
+) -> None:
+    tiles = tiles_in_use()
+    assert len(tiles) == 4 and tiles[0].cluster_rows == tiles[0].cluster_columns == 1
     offsets = offsets_of(sizes)
-    launch = wgrads(sizes, dtype, accumulate=accumulate, shape=shape, tile=tile)
-    found = [launch(offsets, order) for order in orders_of(offsets)]
-    other = launch(offsets)
-    for one in found:
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    assert bool(other.isfinite().all())
+    for shape in SHAPES.values():
+        expected = wgrads(sizes, dtype, accumulate=accumulate, shape=shape, tile=tiles[0])(offsets)
+        launch = wgrads(sizes, dtype, accumulate=accumulate, shape=shape, tile=tiles[tile])
+        for order in orders_of(offsets):
+            assert torch.equal(launch(offsets, order).view(torch.uint8), expected.view(torch.uint8))
+        assert bool(expected.isfinite().all())
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_bits_are_those_of_twice_as_many_tokens_loaded_at_once(sizes: list[int]) -> None:
-    from te_offload.fused.kernels import sm90
-
-    tile = sm90.tile_for("wgrad", sm90.Regime.MANY, *SHAPES["single tiles"])
+    tile = tiles_in_use()[0]
     assert tile.per_stage == 32
     offsets, tiles = offsets_of(sizes), (tile, tile._replace(per_stage=64))
     found = [wgrads(sizes, torch.bfloat16, accumulate=False, tile=one)(offsets) for one in tiles]

@@ -26,7 +26,7 @@ from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeigh
 from te_offload.fused.kernels.interface import SquaredReLU, TileCount
 from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 
-EXPERTS, HIDDEN, FFN, DEEP_FFN = 4, 1152, 384, 2688
+EXPERTS, HIDDEN, FFN, DEEP_FFN = 4, 2048, 1408, 2688
 FEW, USUAL, MANY = 512, 2048, 8192  # tokens, for which other tiles are taken
 
 
@@ -78,12 +78,11 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int, ffn: i
         kernels.fc2(fc2_input, of_fc2, bias, bias_scales, offsets, torch.empty_like(x), counts.fc2)
     kernels.bias_grads(x, bias2, scales, offsets)
     dact_input, fc2_input, _, orders = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
-    kernels.wgrad(x, fc2_input, offsets, of_fc2, accumulate=False, order=orders.fc2_wgrad)
-    dx, main_grad = torch.empty_like(x), Experts(empty(EXPERTS, ffn, HIDDEN, dtype=torch.float32), table)
-    order, count = orders.fc1_wgrad, orders.fc1_dgrad
-    for accumulate in (False, True):
-        kernels.wgrad(dact_input, x, offsets, main_grad, accumulate=accumulate, order=order)
-    for grads, accumulate in ((of_fc1, False), (main_grad, False), (main_grad, True)):
+    main1, main2 = [Experts(torch.empty_like(one.view, dtype=torch.float32), table) for one in (of_fc1, of_fc2)]
+    for grads, accumulate in ((of_fc2, False), (main2, False), (main2, True)):
+        kernels.wgrad(x, fc2_input, offsets, grads, accumulate=accumulate, order=orders.fc2_wgrad)
+    dx, order, count = torch.empty_like(x), orders.fc1_wgrad, orders.fc1_dgrad
+    for grads, accumulate in ((of_fc1, False), (main1, False), (main1, True)):
         ways: dict[str, Any] = {"accumulate": accumulate, "order": order, "count": count}
         kernels.fc1_backward(dact_input, x, of_fc1, offsets, dx, grads, **ways)
     return launches.count

@@ -50,19 +50,26 @@ class Regime(enum.Enum):
 _SHARED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03))
 _SHARED_TURNED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 1, pingpong=True), 1.03))
 _WGRAD = Tile(128, 192, 1, 1, pingpong=True, per_stage=32)
+_WGRAD_ABOVE = _WGRAD._replace(cluster_rows=2)
+_WGRAD_BESIDE = Tile(128, 256, 1, 2, per_stage=32)
 _DEEP = 2560  # products a sum: of fewer, what is done with the sums takes long, and two warp groups should take turns
 _MANY_DEEP: Tiles = (
     (Tile(128, 256), 1.0),
     (Tile(128, 192, pingpong=True), 1.12),
     (Tile(128, 160, pingpong=True), 1.1),
 )
-# Measured on an H200 (docs/results/): each tile with its time a padded element of the result, relative to the first one's.
-# Weights that are read transposed want a tile of whole strips of 32 or 64 columns: others lie in shared memory in strips
-# of 16 (in tiles of 208 FC1's dgrad took 1.65 ms, in tiles of 192 0.97).
+# Measured on H200s and H100s (docs/results/): each tile with its time a padded element of the result, relative to the
+# first one's. Weights that are read transposed want a tile of whole strips of 32 or 64 columns: others lie in shared memory
+# in strips of 16 (in tiles of 208 FC1's dgrad took 1.65 ms, in tiles of 192 0.97).
 # Weight gradients load 32 tokens at once: what a stage holds is there sooner, and an expert's last tokens fill more of it.
-# A cluster of two tiles above each other loads its weights once, but pads each expert's rows to 256: where those are many.
+# A cluster of two tiles above each other loads its second operand once, but pads each expert's rows to 256; one of two side
+# by side loads the first one once. Where few tokens are added up, neither gains anything.
 _TILES: dict[tuple[str, Regime], Tiles] = {
-    ("fc1", Regime.USUAL): ((Tile(128, 208, 1, 1, pingpong=True), 1.0), (Tile(128, 176, 1, 1, pingpong=True), 1.03)),
+    ("fc1", Regime.USUAL): (
+        (Tile(128, 208, 1, 1, pingpong=True), 1.0),
+        (Tile(128, 176, 1, 1, pingpong=True), 1.03),
+        (Tile(128, 176, 1, 2, pingpong=True), 1.0),
+    ),
     ("fc1", Regime.MANY): (
         (Tile(128, 208, pingpong=True), 1.0),
         (Tile(128, 176, pingpong=True), 1.03),
@@ -78,20 +85,36 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
         (Tile(128, 208, 1, 1, pingpong=True), 1.0),
         (Tile(128, 192, 1, 1, pingpong=True), 1.01),
         (Tile(128, 256, 1, 1), 1.06),
+        (Tile(128, 208, 1, 2, pingpong=True), 0.96),
     ),
     ("fc2", Regime.FEW): _SHARED,
     ("fc2", Regime.SOME): _SHARED,
     ("fc2 deep", Regime.USUAL): _SHARED,
     ("fc2 deep", Regime.MANY): _MANY_DEEP,
-    ("dgrad", Regime.USUAL): ((Tile(128, 192, 1, 1, pingpong=True), 1.0), (Tile(128, 256, 1, 1), 1.045)),
+    ("dgrad", Regime.USUAL): (
+        (Tile(128, 192, 1, 1, pingpong=True), 1.0),
+        (Tile(128, 256, 1, 1), 1.045),
+        (Tile(128, 256, 1, 2), 0.92),
+        (Tile(128, 192, pingpong=True), 0.94),
+    ),
+    ("dgrad", Regime.MANY): (
+        (Tile(128, 192, pingpong=True), 1.0),
+        (Tile(128, 256, 1, 2), 1.03),
+        (Tile(128, 256, 1, 1), 1.15),
+    ),
     ("dgrad", Regime.FEW): _SHARED_TURNED,
     ("dgrad", Regime.SOME): _SHARED_TURNED,
     ("dgrad deep", Regime.USUAL): _SHARED_TURNED,
     ("dgrad deep", Regime.MANY): _MANY_DEEP,
     ("wgrad", Regime.FEW): ((_WGRAD, 1.0),),
     ("wgrad", Regime.SOME): ((_WGRAD, 1.0),),
-    ("wgrad", Regime.USUAL): ((_WGRAD, 1.0), (Tile(128, 160, pingpong=True), 1.05)),
-    ("wgrad", Regime.MANY): ((_WGRAD, 1.0),),
+    ("wgrad", Regime.USUAL): (
+        (_WGRAD, 1.0),
+        (Tile(128, 160, pingpong=True), 1.05),
+        (_WGRAD_ABOVE, 0.96),
+        (_WGRAD_BESIDE, 1.02),
+    ),
+    ("wgrad", Regime.MANY): ((_WGRAD_ABOVE, 1.0), (_WGRAD_BESIDE, 1.03), (_WGRAD, 1.25)),
 }
 _FORWARD, _BACKWARD = 2, 4  # products that count their tiles
 _NARROW = 8  # columns; the fewest that TMA takes
