@@ -4,11 +4,11 @@
     ./run benchmarks.tiles dgrad :start 192t@2x1 fc2=208t@2x1,dgrad=192t@2x1
 
 The product is ``fc1`` (with its activation), ``fc2``, ``dact`` (FC2's dgrad with the activation's and the sums after it),
-``dgrad`` (FC1's) or ``wgrad`` (both); alone, it is timed with what sets its count to zero. A tile is its columns, of 128
-rows; ``t``: two warp groups take turns; ``/32``: so many products of each sum a stage, for QuACK's 64; ``@2x1``: clusters
-of so many tiles above and beside each other; ``:start``: given out from the start, not one by one, with or without another
-tile. Products beside the first argument's are named. The first row is what is in use, which may be another tile for each of
-the two weight gradients.
+``dgrad`` (FC1's), ``fc1_wgrad``, ``fc2_wgrad`` or ``wgrad`` (both); alone, it is timed with what sets its count to zero. A
+tile is its columns, of 128 rows; ``t``: two warp groups take turns; ``/32``: so many products of each sum a stage, for
+QuACK's 64; ``@2x1``: clusters of so many tiles above and beside each other; ``:start``: given out from the start, not one
+by one, with or without another tile. Products beside the first argument's are named. The first row is what is in use, which
+may be another tile for each of the two weight gradients. FC1's weight gradient by itself does not begin beside its dgrad.
 
 All ways run in one process on the same inputs, as graphs, in turns shuffled anew each time, with even and with random
 routing. `hot` are rows of calls without a rest, at the card's sustained clock, `cool` rows of four after a rest; medians,
@@ -36,7 +36,7 @@ from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU
 from te_offload.fused.kernels.sm90_launch import Tile
 
 IN_USE = "in use"
-PRODUCTS = ("fc1", "fc2", "dact", "wgrad", "dgrad")
+PRODUCTS = ("fc1", "fc2", "dact", "wgrad", "fc1_wgrad", "fc2_wgrad", "dgrad")
 REST_S = 0.02
 FROM_START = ":start"
 _SPEC = re.compile(r"(?P<columns>\d+)(?P<turns>t?)(/(?P<per_stage>\d+))?(@(?P<above>\d)x(?P<beside>\d))?")
@@ -96,8 +96,11 @@ class Products:
     """The six products of a step, one after the other or each by itself, a way."""
 
     def __init__(self, case: Case, way: Way) -> None:
-        def tile_for(name: str, *args: Any) -> Tile:
-            return way.get(name, Choice()).tile or sm90.tile_for(name, *args)
+        def tile_for(name: str, regime: sm90.Regime, rows: int | None, columns: int, depth: int = 0) -> Tile:
+            choice = way.get(name, Choice())
+            if name == "wgrad":  # by its columns, which are FC1's or FC2's input's
+                choice = way.get("fc1_wgrad" if columns == case.x.shape[1] else "fc2_wgrad", choice)
+            return choice.tile or sm90.tile_for(name, regime, rows, columns, depth)
 
         self._from_start = {name for name, choice in way.items() if choice.from_start}
         self._case, self._kernels = case, sm90.Sm90Kernels(SquaredReLU(), tile_for)
@@ -111,8 +114,7 @@ class Products:
         self.forward()
         self.dact()
         case, experts, orders = self._case, self._experts, self._chosen(self._orders)
-        order = orders.fc2_wgrad
-        self._kernels.wgrad(case.dy, self._rebuilt, self._offsets, experts["dw2"], accumulate=False, order=order)
+        self._fc2_wgrad(orders)
         self._kernels.fc1_backward(
             self._dact,
             case.x,
@@ -157,12 +159,25 @@ class Products:
 
     def wgrad(self) -> None:
         """Both weight gradients, after sums that set their counts to zero."""
-        case, orders = self._case, self._sums()
-        for dy, x, name, order in (
-            (case.dy, self._rebuilt, "dw2", orders.fc2_wgrad),
-            (self._dact, case.x, "dw1", orders.fc1_wgrad),
-        ):
-            self._kernels.wgrad(dy, x, self._offsets, self._experts[name], accumulate=False, order=order)
+        orders = self._sums()
+        self._fc2_wgrad(orders)
+        self._fc1_wgrad(orders)
+
+    def fc1_wgrad(self) -> None:
+        """FC1's, after the sums, and not beside its dgrad."""
+        self._fc1_wgrad(self._sums())
+
+    def fc2_wgrad(self) -> None:
+        """FC2's, after the sums."""
+        self._fc2_wgrad(self._sums())
+
+    def _fc1_wgrad(self, orders: Orders) -> None:
+        x, out, order = self._case.x, self._experts["dw1"], orders.fc1_wgrad
+        self._kernels.wgrad(self._dact, x, self._offsets, out, accumulate=False, order=order)
+
+    def _fc2_wgrad(self, orders: Orders) -> None:
+        dy, out, order = self._case.dy, self._experts["dw2"], orders.fc2_wgrad
+        self._kernels.wgrad(dy, self._rebuilt, self._offsets, out, accumulate=False, order=order)
 
     def dgrad(self) -> None:
         """FC1's dgrad, after the sums."""
@@ -174,8 +189,9 @@ class Products:
         return self._chosen(kernels._sums(self._parts, self._offsets, kernels._backward_count(self._offsets))[1])
 
     def _chosen(self, orders: Orders) -> Orders:
-        if "wgrad" in self._from_start:
-            orders = orders._replace(fc2_wgrad=None, fc1_wgrad=None)
+        for name in ("fc1_wgrad", "fc2_wgrad"):
+            if {"wgrad", name} & self._from_start:
+                orders = orders._replace(**{name: None})
         return orders._replace(fc1_dgrad=None) if "dgrad" in self._from_start else orders
 
 
@@ -246,6 +262,10 @@ def main() -> None:
             ways[text] = parse_way(text, arguments.product)
         except argparse.ArgumentTypeError as error:
             parser.error(str(error))
+    if arguments.hidden == arguments.ffn and any(name.endswith("_wgrad") for way in ways.values() for name in way):
+        parser.error(
+            "With --hidden and --ffn alike the weight gradients cannot be told from each other; name both: wgrad."
+        )
     print(
         f"{torch.cuda.get_device_name()}; {arguments.product}; E{experts} H{arguments.hidden} F{arguments.ffn} T{tokens}"
     )

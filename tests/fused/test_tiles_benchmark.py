@@ -61,6 +61,9 @@ def test_random_routing_gives_out_every_token_and_is_the_same_each_time() -> Non
     assert tiles.random_split(16, 1000) == sizes
 
 
+HIDDEN, FFN = 16, 24
+
+
 class AskedKernels(ReferenceKernels):
     """Torch's arithmetic; asks for tiles as the kernels do."""
 
@@ -71,8 +74,9 @@ class AskedKernels(ReferenceKernels):
         super().__init__(activation)
         self._tile_for = tile_for
 
-    def _ask(self, product: str) -> None:
-        self.asked.setdefault(product, set()).add(self._tile_for(product, sm90.Regime.FEW, 64, 64).columns)
+    def _ask(self, product: str, columns: int = 64, label: str = "") -> None:
+        tile = self._tile_for(product, sm90.Regime.FEW, 64, columns)
+        self.asked.setdefault(label or product, set()).add(tile.columns)
 
     def fc1(self, *args: Any) -> Any:
         self._ask("fc1")
@@ -82,9 +86,9 @@ class AskedKernels(ReferenceKernels):
     def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> Any:
         return super().offsets(split_sizes, out)[0], Counts(TileCount(split_sizes, 0), None)
 
-    def wgrad(self, *args: Any, **kwargs: Any) -> None:
-        self._ask("wgrad")
-        super().wgrad(*args, **kwargs)
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self._ask("wgrad", x.shape[1], "fc1_wgrad" if x.shape[1] == HIDDEN else "fc2_wgrad")
+        super().wgrad(dy, x, *args, **kwargs)
 
     def _backward_count(self, offsets: torch.Tensor) -> None:
         return None
@@ -108,25 +112,38 @@ def test_one_product_takes_other_tiles_and_all_is_timed_alone_and_as_a_step(
     monkeypatch.setattr(tiles, "captured", lambda run: run)
     monkeypatch.setattr(tiles, "milliseconds", milliseconds)
     monkeypatch.setattr(tiles, "REST_S", 0.0)
-    case = tiles.Case(16, 24, [5, 0, 7, 4], device="cpu")
+    case = tiles.Case(HIDDEN, FFN, [5, 0, 7, 4], device="cpu")
     found = tiles.compare(case, product, {tiles.IN_USE: {}, "other": tiles.parse_way("48", product)}, rounds=1)
     assert AskedKernels.counted == {True}
     row = {"same_bits": True, "alone_hot": 8, "alone_cool": 4, "step_hot": 8, "step_cool": 4}
     assert found == {tiles.IN_USE: row, "other": row}
     assert len(calls) == 4 * 3 * 2  # rows of a round after two to warm up
+    assert {"fc1", "fc1_wgrad", "fc2_wgrad"} <= AskedKernels.asked.keys()
     for name, columns in AskedKernels.asked.items():
-        assert (48 in columns) == (name == product)
+        assert (48 in columns) == (name in (product, f"fc1_{product}", f"fc2_{product}"))
 
 
 def test_tiles_from_the_start_are_counted_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     AskedKernels.asked, AskedKernels.counted = {}, set()
     monkeypatch.setattr(sm90, "Sm90Kernels", AskedKernels)
-    case = tiles.Case(16, 24, [5, 0, 7, 4], device="cpu")
+    case = tiles.Case(HIDDEN, FFN, [5, 0, 7, 4], device="cpu")
     products = tiles.Products(case, tiles.parse_way("fc1=:start,wgrad=:start", "fc1"))
     products.fc1()
     assert AskedKernels.counted == {False}
     count = TileCount(case.sizes, 0)
-    assert products._chosen(Orders(TileOrder(*count), TileOrder(*count), count)) == Orders(None, None, count)
+    orders = Orders(TileOrder(*count), TileOrder(*count), count)
+    assert products._chosen(orders) == Orders(None, None, count)
+    products = tiles.Products(case, tiles.parse_way(":start", "fc1_wgrad"))
+    assert products._chosen(orders) == orders._replace(fc1_wgrad=None)
+
+
+def test_weight_gradients_of_one_shape_cannot_be_named_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tiles", "fc2_wgrad", "256", "--hidden", "64", "--ffn", "64"])
+    with pytest.raises(SystemExit):
+        tiles.main()
+    assert "name both: wgrad" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
