@@ -8,7 +8,8 @@ bf16 and with even routing. Clocks are as they are, and caches hold what the ker
 so one that would begin beside another does not.
 
 `must read` are a product's operands, once each: what is above that was read again after it had left the L2 cache. `to SMs`
-is what L2 gave the SMs. Kernels that take less than 10 us are left out of the table, not of the JSON.
+is what L2 gave the SMs. A clock below the card's fastest says that power holds a kernel back. Kernels that take less than
+10 us are left out of the table, not of the JSON.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ METRICS = {
     "read": "dram__bytes_read.sum",
     "written": "dram__bytes_write.sum",
     "to_sms": "l1tex__m_xbar2l1tex_read_bytes.sum",
+    "cycles": "sm__cycles_elapsed.avg",
+    "memory": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "l2": "lts__lts2xbar_cycles_active.avg.pct_of_peak_sustained_elapsed",
 }
 SHAPE = {"experts": 64, "hidden": 2048, "ffn": 1408, "tokens": 32768}
 SHORT_NS = 10_000
@@ -46,13 +50,21 @@ _PRODUCTS = {  # kernel classes, up to a dtype at their end
 
 
 class Traffic(NamedTuple):
-    """Of one launch: nanoseconds and bytes."""
+    """Of one launch: nanoseconds, bytes, cycles of an SM; how busy memory and the way from L2 to the SMs were, percent."""
 
     kernel: str
     time: int
     read: int
     written: int
     to_sms: int
+    cycles: int
+    memory: int
+    l2: int
+
+    @property
+    def ghz(self) -> float:
+        """The SMs' clock, which the card lowers where it would need more power than it may take."""
+        return self.cycles / self.time
 
 
 def short_name(kernel: str) -> str:
@@ -150,7 +162,10 @@ def measure(shape: dict[str, int]) -> list[Traffic]:
 
 def table(found: Iterable[Traffic], operands: dict[str, int]) -> str:
     """Of launches that take long enough, in megabytes and microseconds."""
-    rows = ["| kernel | us | MB read | must read | written | to SMs |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| kernel | us | MB read | must read | written | to SMs | SM GHz | memory busy % | L2 to SMs busy % |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for one in found:
         if one.time < SHORT_NS:
             continue
@@ -158,7 +173,7 @@ def table(found: Iterable[Traffic], operands: dict[str, int]) -> str:
         need = operands.get(name.removeprefix("te_offload: "))
         cells = one.read, need, one.written, one.to_sms
         megabytes = " | ".join("" if count is None else f"{count / 1e6:.0f}" for count in cells)
-        rows.append(f"| {name} | {one.time / 1e3:.1f} | {megabytes} |")
+        rows.append(f"| {name} | {one.time / 1e3:.1f} | {megabytes} | {one.ghz:.2f} | {one.memory} | {one.l2} |")
     return "\n".join(rows)
 
 
@@ -179,7 +194,7 @@ def main() -> None:
     print(table(found, must_read(**shape)))
     if arguments.json:
         launches = [one._asdict() for one in found]
-        arguments.json.write_text(json.dumps({"schema": "1.0", "shape": shape, "launches": launches}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"schema": "1.1", "shape": shape, "launches": launches}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

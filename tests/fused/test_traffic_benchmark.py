@@ -15,15 +15,20 @@ SUMS = "kernel_cutlass_kernel_te_offloadfusedkernelsrows_deviceRowSums_object_at
 THEIRS = "void transformer_engine::<unnamed>::scaled_unary_forward_kernel<16, __nv_bfloat16>(float)"
 
 
-def csv_of(*rows: tuple[str, str, str, str, str]) -> list[str]:
+def csv_of(*rows: tuple[str, ...]) -> list[str]:
     head = ["ID", "Kernel Name", *traffic.METRICS.values()]
-    lines = [head, ["", "", "ns", "byte", "byte", "byte"], *([str(n), *row] for n, row in enumerate(rows))]
+    lines = [
+        head,
+        ["", "", "ns", "byte", "byte", "byte", "cycle", "%", "%"],
+        *([str(n), *row] for n, row in enumerate(rows)),
+    ]
     return ["==PROF== Connected\n", *(",".join(f'"{cell}"' for cell in line) + "\n" for line in lines)]
 
 
 def test_launches_are_read_in_order_without_messages_units_and_commas_in_numbers() -> None:
-    found = traffic.parsed(csv_of((OURS, "433,536", "925,012,345.00", "151", "2,538"), (SUMS, "3,712", "1", "2", "3")))
-    assert found == [(OURS, 433536, 925012345, 151, 2538), (SUMS, 3712, 1, 2, 3)]
+    first = OURS, "433,536", "925,012,345.00", "151", "2,538", "754,352.6", "73.9", "61.2"
+    found = traffic.parsed(csv_of(first, (SUMS, "3,712", "1", "2", "3", "4", "5", "6")))
+    assert found == [(OURS, 433536, 925012345, 151, 2538, 754353, 74, 61), (SUMS, 3712, 1, 2, 3, 4, 5, 6)]
 
 
 def test_output_that_counts_nothing_is_an_error() -> None:
@@ -53,9 +58,10 @@ def test_operands_are_counted_once_beside_what_was_read() -> None:
     operands = traffic.must_read(64, 2048, 1408, 32768)
     assert operands["FC1"] == 2 * (32768 * 2048 + 64 * 2048 * 1408)
     assert operands["FC2's wgrad"] == 2 * 32768 * (2048 + 1408)
-    rows = traffic.table([traffic.Traffic(OURS, 433536, 925_000_000, 151_000_000, 0)], operands).splitlines()
-    assert rows[2] == "| te_offload: FC1's dgrad | 433.5 | 925 | 461 | 151 | 0 |"
-    assert len(traffic.table([traffic.Traffic(SUMS, 3712, 1, 2, 3)], operands).splitlines()) == 2
+    one = traffic.Traffic(OURS, 433536, 925_000_000, 151_000_000, 0, cycles=754353, memory=74, l2=61)
+    rows = traffic.table([one], operands).splitlines()
+    assert rows[2] == "| te_offload: FC1's dgrad | 433.5 | 925 | 461 | 151 | 0 | 1.74 | 74 | 61 |"
+    assert len(traffic.table([traffic.Traffic(SUMS, 3712, *range(6))], operands).splitlines()) == 2
 
 
 def test_without_ncu_it_says_where_that_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
