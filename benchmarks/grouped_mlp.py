@@ -37,7 +37,7 @@ import transformer_engine.pytorch as te
 from te_offload import ops
 from te_offload.demo.recipes import RECIPES
 from te_offload.fused import hopper
-from te_offload.fused.kernels import sm90, sm90_launch
+from te_offload.fused.kernels import sm90, sm90_launch, sm90_tiles
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.ops import te_adapter
 from te_offload.units import format_bytes
@@ -151,17 +151,17 @@ class Case:
             dy, self._kernels.prepare("fc2", self.weights2), act_input, self.scales.detach(), offsets
         )
         y, dx, spare, dw1, dw2 = (torch.empty_like(t) for t in (x, x, act_input, w1, w2))
-        regime = sm90.Regime.of(x.shape[0], len(w1))
+        regime = sm90_tiles.Regime.of(x.shape[0], len(w1))
         by_rows = [(x, w1, act_input, "fc1"), (fc2_input, w2, y, "fc2")]
         by_rows += [(dy, w2.mT, spare, "dact"), (dact, w1.mT, dx, "dgrad")]
         counts = torch.zeros(6, dtype=torch.int32, device=x.device)
         count = iter(counts.split(1) if one_by_one else [None] * 6)
         calls: list[Step] = []
         for a, b, d, product in by_rows:
-            tile = sm90.tile_for(product, regime, None, d.shape[1], a.shape[1])
+            tile = sm90_tiles.tile_for(product, regime, None, d.shape[1], a.shape[1])
             calls.append(functools.partial(_quack_gemm, a, b, d, tile, next(count), cu_seqlens_m=offsets))
         for a, b, d in ((dy, fc2_input, dw2), (dact, x, dw1)):
-            tile = sm90.tile_for("wgrad", regime, *d.shape[1:])
+            tile = sm90_tiles.tile_for("wgrad", regime, *d.shape[1:])
             calls.append(functools.partial(_quack_gemm, a.mT, b.mT, d, tile, next(count), cu_seqlens_k=offsets))
 
         def run(calls: list[Step]) -> None:

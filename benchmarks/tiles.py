@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.grouped_mlp import Step, captured, milliseconds, split
-from te_offload.fused.kernels import sm90
+from te_offload.fused.kernels import sm90, sm90_tiles
 from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU
 from te_offload.fused.kernels.sm90_launch import Tile
 
@@ -96,11 +96,11 @@ class Products:
     """The six products of a step, one after the other or each by itself, a way."""
 
     def __init__(self, case: Case, way: Way) -> None:
-        def tile_for(name: str, regime: sm90.Regime, rows: int | None, columns: int, depth: int = 0) -> Tile:
+        def tile_for(name: str, regime: sm90_tiles.Regime, rows: int | None, columns: int, depth: int = 0) -> Tile:
             choice = way.get(name, Choice())
             if name == "wgrad":  # by its columns, which are FC1's or FC2's input's
                 choice = way.get("fc1_wgrad" if columns == case.x.shape[1] else "fc2_wgrad", choice)
-            return choice.tile or sm90.tile_for(name, regime, rows, columns, depth)
+            return choice.tile or sm90_tiles.tile_for(name, regime, rows, columns, depth)
 
         self._from_start = {name for name, choice in way.items() if choice.from_start}
         self._case, self._kernels = case, sm90.Sm90Kernels(SquaredReLU(), tile_for)

@@ -75,9 +75,9 @@ def test_operands_are_loaded_five_tiles_ahead_where_that_fits(running: Running) 
 def test_every_fp8_kernel_compiles_for_sm_90a(running: Running) -> None:
     printed, kernels = compiled(running, "fp8")
     # for both activations fc1 with and without bias, and fc2_dgrad; its sums; fc1 that quantizes; fc2 in three ways,
-    # fc1_dgrad, three wgrads
-    assert "12 launches" in printed and "4 launches" in printed
-    assert kernels == 2 * 3 + 1 + 1 + 3 + 1 + 3
+    # fc1_dgrad, three wgrads; for many tokens other tiles of all by row
+    assert printed.count("12 launches") == 2 and "4 launches" in printed
+    assert kernels == 2 * 3 + 1 + 1 + 3 + 1 + 3 + (2 + 1 + 1 + 3 + 1)
 
 
 def test_every_kernel_of_fp8_by_blocks_compiles_for_sm_90a(running: Running) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is not installed here")
 
-from te_offload.fused.kernels import sm90
+from te_offload.fused.kernels import sm90_tiles
 
 if TYPE_CHECKING:
     from te_offload.fused.kernels.sm90_launch import Tile
@@ -17,65 +17,69 @@ TURNED = ("dact", "dgrad", "wgrad")  # read their second operand transposed
 WIDTHS = range(64, 16384 + 64, 64)
 
 
-@pytest.mark.parametrize("regime", sm90.Regime)
+@pytest.mark.parametrize("regime", sm90_tiles.Regime)
 @pytest.mark.parametrize("product", TURNED)
 def test_operands_that_are_read_transposed_lie_in_strips_of_32_columns_or_more(
-    product: str, regime: sm90.Regime
+    product: str, regime: sm90_tiles.Regime
 ) -> None:
-    tiles = {sm90.tile_for(product, regime, 1024, width, depth) for width in WIDTHS for depth in (1408, 14336)}
+    tiles = {sm90_tiles.tile_for(product, regime, 1024, width, depth) for width in WIDTHS for depth in (1408, 14336)}
     assert tiles and all(tile.columns % 32 == 0 for tile in tiles)
 
 
-@pytest.mark.parametrize("regime", [sm90.Regime.USUAL, sm90.Regime.MANY])
+@pytest.mark.parametrize("regime", [sm90_tiles.Regime.USUAL, sm90_tiles.Regime.MANY])
 def test_warp_groups_take_turns_at_fc2_where_sums_are_short_and_share_a_tile_where_they_are_long(
-    regime: sm90.Regime,
+    regime: sm90_tiles.Regime,
 ) -> None:
     def tile(depth: int) -> Tile:
-        return sm90.tile_for("fc2", regime, None, 2048, depth)
+        return sm90_tiles.tile_for("fc2", regime, None, 2048, depth)
 
     assert tile(1408).pingpong and not tile(14336).pingpong
-    assert tile(14336).cluster_rows == (2 if regime is sm90.Regime.MANY else 1)
+    assert tile(14336).cluster_rows == (2 if regime is sm90_tiles.Regime.MANY else 1)
 
 
 @pytest.mark.parametrize("product", ["fc2", "dgrad"])
-@pytest.mark.parametrize("regime", [sm90.Regime.FEW, sm90.Regime.SOME])
-def test_warp_groups_share_a_tile_where_experts_have_few_tokens(product: str, regime: sm90.Regime) -> None:
-    assert not sm90.tile_for(product, regime, None, 2048, 1408).pingpong
+@pytest.mark.parametrize("regime", [sm90_tiles.Regime.FEW, sm90_tiles.Regime.SOME])
+def test_warp_groups_share_a_tile_where_experts_have_few_tokens(product: str, regime: sm90_tiles.Regime) -> None:
+    assert not sm90_tiles.tile_for(product, regime, None, 2048, 1408).pingpong
 
 
-ENOUGH = {sm90.Regime.USUAL, sm90.Regime.MANY}  # tokens an expert for clusters to gain something
+ENOUGH = {sm90_tiles.Regime.USUAL, sm90_tiles.Regime.MANY}  # tokens an expert for clusters to gain something
 
 
-@pytest.mark.parametrize("regime", sm90.Regime)
+@pytest.mark.parametrize("regime", sm90_tiles.Regime)
 @pytest.mark.parametrize("shape", [(1408, 2048), (2048, 1408), (1856, 2688), (4096, 14336)])
-def test_gradients_of_weights_load_32_tokens_at_once(shape: tuple[int, int], regime: sm90.Regime) -> None:
-    assert sm90.tile_for("wgrad", regime, *shape).per_stage == 32
+def test_gradients_of_weights_load_32_tokens_at_once(shape: tuple[int, int], regime: sm90_tiles.Regime) -> None:
+    assert sm90_tiles.tile_for("wgrad", regime, *shape).per_stage == 32
 
 
-@pytest.mark.parametrize("regime", sm90.Regime)
+@pytest.mark.parametrize("regime", sm90_tiles.Regime)
 def test_gradients_share_operands_in_clusters_that_pad_little_where_experts_have_tokens_enough(
-    regime: sm90.Regime,
+    regime: sm90_tiles.Regime,
 ) -> None:
     def cluster(rows: int, columns: int) -> tuple[int, int]:
-        return sm90.tile_for("wgrad", regime, rows, columns)[2:4]
+        return sm90_tiles.tile_for("wgrad", regime, rows, columns)[2:4]
 
     clusters = [cluster(2048, 1408), cluster(1408, 2048)]  # of 16 rows of tiles; of 11, but four times 512 columns
     assert clusters == ([(2, 1), (1, 2)] if regime in ENOUGH else [(1, 1), (1, 1)])
 
 
 def test_gradients_stay_in_single_tiles_where_clusters_would_pad_much() -> None:
-    assert sm90.tile_for("wgrad", sm90.Regime.USUAL, 2688, 1856)[2:4] == (1, 1)  # 21 rows of tiles
-    assert sm90.tile_for("wgrad", sm90.Regime.MANY, 128, 192)[2:4] == (1, 1)
+    assert sm90_tiles.tile_for("wgrad", sm90_tiles.Regime.USUAL, 2688, 1856)[2:4] == (1, 1)  # 21 rows of tiles
+    assert sm90_tiles.tile_for("wgrad", sm90_tiles.Regime.MANY, 128, 192)[2:4] == (1, 1)
 
 
-@pytest.mark.parametrize("regime", sm90.Regime)
-def test_dgrad_of_fc1_takes_clusters_where_experts_have_tokens_enough(regime: sm90.Regime) -> None:
-    clusters = [sm90.tile_for("dgrad", regime, None, hidden, 1408)[2:4] for hidden in (2048, 2688)]
+@pytest.mark.parametrize("regime", sm90_tiles.Regime)
+def test_dgrad_of_fc1_takes_clusters_where_experts_have_tokens_enough(regime: sm90_tiles.Regime) -> None:
+    clusters = [sm90_tiles.tile_for("dgrad", regime, None, hidden, 1408)[2:4] for hidden in (2048, 2688)]
     assert clusters == ([(1, 2), (2, 1)] if regime in ENOUGH else [(1, 1), (1, 1)])  # four of 512 columns; 14 of 192
 
 
 def test_rows_are_not_padded_by_what_fc1_and_fc2_share_with_usual_numbers_of_tokens() -> None:
-    tiles = {sm90.tile_for(name, sm90.Regime.USUAL, None, width, 1408) for name in ("fc1", "fc2") for width in WIDTHS}
+    tiles = {
+        sm90_tiles.tile_for(name, sm90_tiles.Regime.USUAL, None, width, 1408)
+        for name in ("fc1", "fc2")
+        for width in WIDTHS
+    }
     assert {tile.cluster_columns for tile in tiles} == {1, 2}
     assert {tile.cluster_rows for tile in tiles} == {1}
 
@@ -93,12 +97,12 @@ def test_rows_are_not_padded_by_what_fc1_and_fc2_share_with_usual_numbers_of_tok
     ],
 )
 def test_regime_goes_by_the_mean_of_tokens_an_expert(tokens: int, experts: int, regime: str) -> None:
-    assert sm90.Regime.of(tokens, experts) is sm90.Regime[regime]
+    assert sm90_tiles.Regime.of(tokens, experts) is sm90_tiles.Regime[regime]
 
 
 def test_least_padded_tile_wins_where_tiles_are_as_quick() -> None:
-    assert sm90.tile_for("dgrad", sm90.Regime.USUAL, None, 2688, 1856).columns == 192  # 14 of them
-    assert sm90.tile_for("dgrad", sm90.Regime.USUAL, None, 256, 1856).columns == 256
+    assert sm90_tiles.tile_for("dgrad", sm90_tiles.Regime.USUAL, None, 2688, 1856).columns == 192  # 14 of them
+    assert sm90_tiles.tile_for("dgrad", sm90_tiles.Regime.USUAL, None, 256, 1856).columns == 256
     assert (
-        sm90.tile_for("fc2", sm90.Regime.USUAL, None, 2688, 1856).columns == 208
+        sm90_tiles.tile_for("fc2", sm90_tiles.Regime.USUAL, None, 2688, 1856).columns == 208
     )  # 13 of them: 0.6% more, and 1% quicker

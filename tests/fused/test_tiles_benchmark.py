@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is not installed here")
 
 from benchmarks import tiles
-from te_offload.fused.kernels import sm90
+from te_offload.fused.kernels import sm90, sm90_tiles
 from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU, TileCount, TileOrder
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.sm90_launch import Tile
@@ -75,7 +75,7 @@ class AskedKernels(ReferenceKernels):
         self._tile_for = tile_for
 
     def _ask(self, product: str, columns: int = 64, label: str = "") -> None:
-        tile = self._tile_for(product, sm90.Regime.FEW, 64, columns)
+        tile = self._tile_for(product, sm90_tiles.Regime.FEW, 64, columns)
         self.asked.setdefault(label or product, set()).add(tile.columns)
 
     def fc1(self, *args: Any) -> Any:
@@ -150,7 +150,7 @@ def test_weight_gradients_of_one_shape_cannot_be_named_apart(
     "again", [copy.deepcopy, lambda kernels: pickle.loads(pickle.dumps(kernels))], ids=["copied", "pickled"]
 )
 def test_kernels_keep_their_choice_of_tiles(again: Any) -> None:
-    for choice in (sm90.tile_for, only_256):
+    for choice in (sm90_tiles.tile_for, only_256):
         kernels = again(sm90.Sm90Kernels(SquaredReLU(), choice))
         assert kernels._tile_for is choice
 

@@ -18,8 +18,9 @@ pytestmark = [
 ]
 pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
 from te_offload.fused.kernels import sm90_device  # noqa: E402 (needs quack)
-from te_offload.fused.kernels.sm90 import Sm90Kernels, tile_for  # noqa: E402
+from te_offload.fused.kernels.sm90 import Sm90Kernels  # noqa: E402
 from te_offload.fused.kernels.sm90_launch import Tile  # noqa: E402
+from te_offload.fused.kernels.sm90_tiles import tile_for  # noqa: E402
 from tests.support.late import copy_late  # noqa: E402
 
 HIDDEN, FFN = 520, 392  # no multiples of a tile's

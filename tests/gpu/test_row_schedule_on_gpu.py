@@ -15,8 +15,9 @@ pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("the kernels are Hopper's (compute capability 9.0)", allow_module_level=True)
 
-from te_offload.fused.kernels.sm90 import Sm90Kernels, tile_for
+from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_launch import Tile
+from te_offload.fused.kernels.sm90_tiles import tile_for
 
 EXPERTS, HIDDEN, FFN, BEYOND = 12, 1152, 896, 5
 SIZES = {

@@ -56,7 +56,8 @@ def wgrads(
     tile: Tile | None = None,
 ) -> Callable[..., torch.Tensor]:
     """A function of offsets and an order; in tiles of the choice in use, or in this one."""
-    from te_offload.fused.kernels.sm90 import Sm90Kernels, tile_for
+    from te_offload.fused.kernels.sm90 import Sm90Kernels
+    from te_offload.fused.kernels.sm90_tiles import tile_for
 
     kernels = Sm90Kernels(SquaredReLU(), tile_for if tile is None else lambda *_: tile)
     tokens = sum(sizes) + 5
@@ -73,9 +74,9 @@ def wgrads(
 
 def tiles_in_use() -> list[Tile]:
     """Single ones first."""
-    from te_offload.fused.kernels import sm90
+    from te_offload.fused.kernels import sm90_tiles
 
-    return [tile for tile, _ in sm90._TILES["wgrad", sm90.Regime.USUAL]]
+    return [tile for tile, _ in sm90_tiles._TILES["wgrad", sm90_tiles.Regime.USUAL]]
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -208,7 +208,7 @@ PARTS: dict[str, list[tuple[Any, ...]]] = {
     ],
 }
 
-FP8 = [(SquaredReLU(), USUAL), (SquaredReLU(clamp=2.0), USUAL)]
+FP8 = [(SquaredReLU(), USUAL), (SquaredReLU(clamp=2.0), USUAL), (SquaredReLU(), MANY)]
 QUANTIZED = {"fp8": compile_fp8, "blocks": compile_blocks}
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ Compiled kernels are kept on disk by QuACK (``QUACK_CACHE_DIR``, or a folder und
 
 from __future__ import annotations
 
-import enum
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,120 +22,12 @@ from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU, Tens
 from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile
+from te_offload.fused.kernels.sm90_tiles import Regime, tile_for
 
-Tiles = Sequence[tuple[Tile, float]]
-
-
-class Regime(enum.Enum):
-    """How many tokens an expert has, on average."""
-
-    FEW = enum.auto()
-    SOME = enum.auto()
-    USUAL = enum.auto()
-    MANY = enum.auto()
-
-    @classmethod
-    def of(cls, tokens: int, experts: int) -> Regime:
-        """For so many tokens and experts."""
-        if tokens < 200 * experts:
-            return cls.FEW
-        if tokens < 384 * experts:
-            return cls.SOME
-        return cls.MANY if tokens >= 2048 * experts else cls.USUAL
-
-
-# Two warp groups at one tile, or in turns: then of whole strips where weights are read transposed.
-_SHARED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03))
-_SHARED_TURNED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 1, pingpong=True), 1.03))
-_WGRAD = Tile(128, 192, 1, 1, pingpong=True, per_stage=32)
-_WGRAD_ABOVE = _WGRAD._replace(cluster_rows=2)
-_WGRAD_BESIDE = Tile(128, 256, 1, 2, per_stage=32)
-_DEEP = 2560  # products a sum: of fewer, what is done with the sums takes long, and two warp groups should take turns
-_MANY_DEEP: Tiles = (
-    (Tile(128, 256), 1.0),
-    (Tile(128, 192, pingpong=True), 1.12),
-    (Tile(128, 160, pingpong=True), 1.1),
-)
-# Measured on H200s and H100s (docs/results/): each tile with its time a padded element of the result, relative to the
-# first one's. Weights that are read transposed want a tile of whole strips of 32 or 64 columns: others lie in shared memory
-# in strips of 16 (in tiles of 208 FC1's dgrad took 1.65 ms, in tiles of 192 0.97).
-# Weight gradients load 32 tokens at once: what a stage holds is there sooner, and an expert's last tokens fill more of it.
-# A cluster of two tiles above each other loads its second operand once, but pads each expert's rows to 256; one of two side
-# by side loads the first one once. Where few tokens are added up, neither gains anything. With many tokens an expert, what
-# single tiles take is from other shapes: FC1's dgrad as 192 columns in clusters and out of them, and 256 to 192 as usual.
-_TILES: dict[tuple[str, Regime], Tiles] = {
-    ("fc1", Regime.USUAL): (
-        (Tile(128, 208, 1, 1, pingpong=True), 1.0),
-        (Tile(128, 176, 1, 1, pingpong=True), 1.03),
-        (Tile(128, 176, 1, 2, pingpong=True), 1.0),
-    ),
-    ("fc1", Regime.MANY): (
-        (Tile(128, 208, pingpong=True), 1.0),
-        (Tile(128, 176, pingpong=True), 1.03),
-        (Tile(128, 256), 1.05),
-    ),
-    ("dact", Regime.USUAL): (
-        (Tile(128, 192, pingpong=True), 1.0),
-        (Tile(128, 160, pingpong=True), 1.045),
-        (Tile(128, 256), 1.04),
-    ),
-    ("dact", Regime.FEW): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 2, pingpong=True), 1.07)),
-    ("fc2", Regime.USUAL): (
-        (Tile(128, 208, 1, 1, pingpong=True), 1.0),
-        (Tile(128, 192, 1, 1, pingpong=True), 1.01),
-        (Tile(128, 256, 1, 1), 1.06),
-        (Tile(128, 208, 1, 2, pingpong=True), 0.96),
-    ),
-    ("fc2", Regime.FEW): _SHARED,
-    ("fc2", Regime.SOME): _SHARED,
-    ("fc2 deep", Regime.USUAL): _SHARED,
-    ("fc2 deep", Regime.MANY): _MANY_DEEP,
-    ("dgrad", Regime.USUAL): (
-        (Tile(128, 192, 1, 1, pingpong=True), 1.0),
-        (Tile(128, 256, 1, 1), 1.045),
-        (Tile(128, 256, 1, 2), 0.92),
-        (Tile(128, 192, pingpong=True), 0.94),
-    ),
-    ("dgrad", Regime.MANY): (
-        (Tile(128, 192, pingpong=True), 1.0),
-        (Tile(128, 256, 1, 2), 1.03),
-        (Tile(128, 256, 1, 1), 1.2),
-    ),
-    ("dgrad", Regime.FEW): _SHARED_TURNED,
-    ("dgrad", Regime.SOME): _SHARED_TURNED,
-    ("dgrad deep", Regime.USUAL): _SHARED_TURNED,
-    ("dgrad deep", Regime.MANY): _MANY_DEEP,
-    ("wgrad", Regime.FEW): ((_WGRAD, 1.0),),
-    ("wgrad", Regime.SOME): ((_WGRAD, 1.0),),
-    ("wgrad", Regime.USUAL): (
-        (_WGRAD, 1.0),
-        (Tile(128, 160, pingpong=True), 1.05),
-        (_WGRAD_ABOVE, 0.96),
-        (_WGRAD_BESIDE, 1.02),
-    ),
-    ("wgrad", Regime.MANY): ((_WGRAD_ABOVE, 1.0), (_WGRAD_BESIDE, 1.03), (_WGRAD, 1.25)),
-}
 _FORWARD, _BACKWARD = 2, 4  # products that count their tiles
 _NARROW = 8  # columns; the fewest that TMA takes
 _NARROW_TILE = Tile(128, 128, pingpong=True)
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
-
-
-@functools.cache
-def tile_for(product: str, regime: Regime, rows: int | None, columns: int, depth: int = 0) -> Tile:
-    """The tile with the least time.
-
-    Args:
-        product: ``"fc1"``: FC1 with its activation; ``"fc2"``; ``"dact"``: FC2's dgrad with the activation's;
-            ``"dgrad"``: FC1's; ``"wgrad"``.
-        regime: of the tokens an expert.
-        rows, columns: of the result; rows ``None``: the same for all tiles. depth: products a sum, where
-            they are as many for all tiles.
-    """
-    if depth >= _DEEP and (f"{product} deep", Regime.USUAL) in _TILES:
-        product = f"{product} deep"
-    tiles = _TILES.get((product, regime)) or _TILES[product, Regime.USUAL]
-    return min(tiles, key=lambda entry: entry[0].padded(rows, columns) * entry[1])[0]
 
 
 class Sm90Kernels:
@@ -154,14 +44,17 @@ class Sm90Kernels:
         self._functions: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: Any) -> Sm90Kernels:
-        return Sm90Kernels(self._activation, self._tile_for)
+        return type(self)(self._activation, self._tile_for)
 
     def __reduce__(self) -> Any:
-        return Sm90Kernels, (self._activation, self._tile_for)
+        return type(self), (self._activation, self._tile_for)
 
     def _tile(self, product: str, x: torch.Tensor, weights: Experts, out: torch.Tensor) -> Tile:
         tokens, columns = out.shape
         return self._tile_for(product, Regime.of(tokens, weights.table.shape[0]), None, columns, x.shape[1])
+
+    def _wgrad_tile(self, product: str, tokens: int, out: Experts) -> Tile:
+        return self._tile_for(product, Regime.of(tokens, out.table.shape[0]), *out.view.shape[1:])
 
     def prepare(self, name: str, tensors: Tensors) -> Experts:
         """See `Kernels.prepare`."""
@@ -311,9 +204,8 @@ class Sm90Kernels:
         out: Experts,
         order: TileOrder | None,
     ) -> None:
-        grads, values = out.view, {TABLE: out.table}
-        tile = self._tile_for("wgrad", Regime.of(x.shape[0], out.table.shape[0]), *grads.shape[1:])
-        self._launch_wgrad(kernel, tile, dy.mT, x.mT, grads, values, offsets, order)
+        tile = self._wgrad_tile("wgrad", x.shape[0], out)
+        self._launch_wgrad(kernel, tile, dy.mT, x.mT, out.view, {TABLE: out.table}, offsets, order)
 
     def _launch_wgrad(
         self,

@@ -9,6 +9,7 @@ FC1's epilogue sees a block's columns one part after the other, so FC2's input i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,27 +19,21 @@ from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights,
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.interface import Orders, SquaredReLU, TileCount, TileOrder
 from te_offload.fused.kernels.sm90 import Sm90Kernels
+from te_offload.fused.kernels.sm90_block_device import BLOCK
 from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import Tile
+from te_offload.fused.kernels.sm90_tiles import tile_for
 from te_offload.ops.scaling import BlockScaling
 
 _E4M3 = torch.float8_e4m3fn
-# A block wide, by what the kernels assume. Clusters measured on an H200 at 64 experts (docs/results/).
-_BY_ROW, _WGRAD = Tile(128, 128), Tile(128, 128, 1, 2)
 
 
 class Sm90BlockKernels(Sm90Kernels):
     """See `block_interface.BlockKernels`."""
 
-    def __init__(self, activation: SquaredReLU) -> None:
-        super().__init__(activation)
+    def __init__(self, activation: SquaredReLU, tiles: Callable[..., Tile] = tile_for) -> None:
+        super().__init__(activation, tiles)
         self._quantizers = blocks.Quantizers()
-
-    def __deepcopy__(self, memo: Any) -> Sm90BlockKernels:
-        return Sm90BlockKernels(self._activation)
-
-    def __reduce__(self) -> Any:
-        return Sm90BlockKernels, (self._activation,)
 
     def block_weights(self, weights: Experts, scaling: BlockScaling, *, by_column: bool) -> BlockWeights:
         """See `BlockKernels.block_weights`."""
@@ -135,9 +130,8 @@ class Sm90BlockKernels(Sm90Kernels):
     ) -> tuple[torch.Tensor, torch.Tensor, Orders]:
         """See `BlockKernels.fc2_dgrad_blocks`."""
         dact_input = torch.empty_like(act_input)
-        parts = torch.empty(
-            act_input.shape[0], _BY_ROW.parts(act_input.shape[1]), dtype=torch.float32, device=act_input.device
-        )
+        tokens, columns = act_input.shape
+        parts = torch.empty(tokens, -(-columns // BLOCK), dtype=torch.float32, device=act_input.device)
         tanh = "" if self._activation.clamp is None else "Tanh"
         values = {"scale": router, "dscale": parts, **self._numbers()}
         count = self._backward_count(offsets)
@@ -159,7 +153,8 @@ class Sm90BlockKernels(Sm90Kernels):
         padded = fp8.padded_offsets(offsets)
         values = {TABLE: out.table, "starts": padded, "a_scales": dy.scales, "b_scales": x.scales}
         one, other = dy.numbers.view(_E4M3), x.numbers.view(_E4M3)
-        self._launch_wgrad(kernel, _WGRAD, one, other, out.view, values, padded, order)
+        tile = self._wgrad_tile("blocks wgrad", x.shape[0], out)
+        self._launch_wgrad(kernel, tile, one, other, out.view, values, padded, order)
 
     def _multiply(
         self,
@@ -176,4 +171,5 @@ class Sm90BlockKernels(Sm90Kernels):
         values = values | {"a_scales": x.scales, "b_scales": inverses.view, "starts": offsets}
         values |= {TABLE: numbers.table, sm90_block_device.SCALE_TABLE: inverses.table}
         kernel, rows = getattr(sm90_block_device, name), x.numbers.view(_E4M3).view(x.shape)
-        self._launch(kernel, _BY_ROW, rows, numbers.view.view(_E4M3), out, c, values, offsets, count)
+        tile = self._tile("blocks", rows, numbers, out)
+        self._launch(kernel, tile, rows, numbers.view.view(_E4M3), out, c, values, offsets, count)

@@ -21,19 +21,11 @@ from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.ops.scaling import Scaling
 
-# Measured on an H200 (docs/results/): sums in the tensor cores, in float32, and of a wgrad in float32.
-FAST, SPLIT, SPLIT_WGRAD = Tile(128, 208, pingpong=True), Tile(128, 128), Tile(128, 128, 1, 2)
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
 class Sm90Fp8Kernels(Sm90Kernels):
     """See `Sm90Kernels`; ``fast`` asks for sums in the tensor cores alone, as Transformer Engine's forward does."""
-
-    def __deepcopy__(self, memo: Any) -> Sm90Fp8Kernels:
-        return Sm90Fp8Kernels(self._activation)
-
-    def __reduce__(self) -> Any:
-        return Sm90Fp8Kernels, (self._activation,)
 
     def quantize_weights(self, weights: Experts, scaling: Scaling, *, by_column: bool = True) -> QuantizedWeights:
         """See `Fp8Kernels.quantize_weights`."""
@@ -144,9 +136,9 @@ class Sm90Fp8Kernels(Sm90Kernels):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``act_input``, and the activation's magnitudes. ``given``: for the activation in FP8; empty: it is not stored."""
         assert x.rows is not None and x.factors is not None
-        tile = FAST if fast else SPLIT
         tokens, columns = x.rows.shape[0], weights.rows.view.shape[1]
         act_input = torch.empty(tokens, columns, dtype=dtype, device=x.rows.device)
+        tile = self._tile(_product(fast), x.rows, weights.rows, act_input)
         magnitudes = _parts(act_input, tile)
         tanh = "" if self._activation.clamp is None else "Tanh"
         name = f"{_way(fast)}{'Given' if given else ''}{'' if bias is None else 'Bias'}{tanh}SReLUGemm{_DTYPE_NAMES[dtype]}"
@@ -178,7 +170,8 @@ class Sm90Fp8Kernels(Sm90Kernels):
             if bias_scales is not None:
                 values["scale"] = bias_scales
                 name = f"{_way(fast)}ScaledBiasGemm"
-        self._multiply(name, FAST if fast else SPLIT, x.rows, weights, out, None, values, offsets, count)
+        tile = self._tile(_product(fast), x.rows, weights, out)
+        self._multiply(name, tile, x.rows, weights, out, None, values, offsets, count)
 
     def fc2_dgrad_fp8(
         self,
@@ -192,7 +185,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Fp8Kernels.fc2_dgrad_fp8`."""
         assert dy.rows is not None and dy.factors is not None
-        tile = FAST if fast else SPLIT
+        tile = self._tile(_product(fast), dy.rows, weights.columns, act_input)
         dact_input = torch.empty_like(act_input)
         magnitudes, parts = _parts(act_input, tile), _parts(act_input, tile)
         values = {"factor": dy.factors, "scale": scales, "dscale": parts, "magnitude": magnitudes, **self._numbers()}
@@ -218,7 +211,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         kernel = getattr(sm90_fp8_device, f"{_way(fast)}{'Adding' if accumulate else ''}WgradGemm")
         factors = fp8.factors_of(dy.inverses, x.inverses, x.columns.shape[0])
         values = {TABLE: out.table, "factor": factors}
-        tile = FAST if fast else SPLIT_WGRAD
+        tile = self._wgrad_tile(f"{_product(fast)} wgrad", x.scales.shape[0], out)
         self._launch_wgrad(kernel, tile, dy.columns, x.columns, out.view, values, fp8.padded_offsets(offsets), order)
 
     def _multiply(
@@ -239,6 +232,10 @@ class Sm90Fp8Kernels(Sm90Kernels):
 
 def _way(fast: bool) -> str:
     return "Fast" if fast else "Split"
+
+
+def _product(fast: bool) -> str:
+    return "fp8 fast" if fast else "fp8 split"
 
 
 def _parts(of: torch.Tensor, tile: Tile) -> torch.Tensor:

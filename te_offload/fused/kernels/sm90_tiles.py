@@ -1,0 +1,136 @@
+"""Which tile each of Hopper's grouped GEMMs is cut into.
+
+In: the product, the tokens an expert, the shape of the result. Out: a `Tile`. Keeps true: the choice goes by numbers that
+the host knows, never by split sizes. Does not: know of kernels or of tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+
+from te_offload.fused.kernels.sm90_launch import Tile
+
+Tiles = Sequence[tuple[Tile, float]]
+
+
+class Regime(enum.Enum):
+    """How many tokens an expert has, on average."""
+
+    FEW = enum.auto()
+    SOME = enum.auto()
+    USUAL = enum.auto()
+    MANY = enum.auto()
+
+    @classmethod
+    def of(cls, tokens: int, experts: int) -> Regime:
+        """For so many tokens and experts."""
+        if tokens < 200 * experts:
+            return cls.FEW
+        if tokens < 384 * experts:
+            return cls.SOME
+        return cls.MANY if tokens >= 2048 * experts else cls.USUAL
+
+
+# Two warp groups at one tile, or in turns: then of whole strips where weights are read transposed.
+_SHARED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 208, 1, 1, pingpong=True), 1.03))
+_SHARED_TURNED: Tiles = ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 1, pingpong=True), 1.03))
+_WGRAD = Tile(128, 192, 1, 1, pingpong=True, per_stage=32)
+_WGRAD_ABOVE = _WGRAD._replace(cluster_rows=2)
+_WGRAD_BESIDE = Tile(128, 256, 1, 2, per_stage=32)
+_DEEP = 2560  # products a sum: of fewer, what is done with the sums takes long, and two warp groups should take turns
+_MANY_DEEP: Tiles = (
+    (Tile(128, 256), 1.0),
+    (Tile(128, 192, pingpong=True), 1.12),
+    (Tile(128, 160, pingpong=True), 1.1),
+)
+# Measured on H200s and H100s (docs/results/): each tile with its time a padded element of the result, relative to the
+# first one's. Weights that are read transposed want a tile of whole strips of 32 or 64 columns: others lie in shared memory
+# in strips of 16 (in tiles of 208 FC1's dgrad took 1.65 ms, in tiles of 192 0.97).
+# Weight gradients load 32 tokens at once: what a stage holds is there sooner, and an expert's last tokens fill more of it.
+# A cluster of two tiles above each other loads its second operand once, but pads each expert's rows to 256; one of two side
+# by side loads the first one once. Where few tokens are added up, neither gains anything. With many tokens an expert, what
+# single tiles take is from other shapes: FC1's dgrad as 192 columns in clusters and out of them, and 256 to 192 as usual.
+_TILES: dict[tuple[str, Regime], Tiles] = {
+    ("fc1", Regime.USUAL): (
+        (Tile(128, 208, 1, 1, pingpong=True), 1.0),
+        (Tile(128, 176, 1, 1, pingpong=True), 1.03),
+        (Tile(128, 176, 1, 2, pingpong=True), 1.0),
+    ),
+    ("fc1", Regime.MANY): (
+        (Tile(128, 208, pingpong=True), 1.0),
+        (Tile(128, 176, pingpong=True), 1.03),
+        (Tile(128, 256), 1.05),
+    ),
+    ("dact", Regime.USUAL): (
+        (Tile(128, 192, pingpong=True), 1.0),
+        (Tile(128, 160, pingpong=True), 1.045),
+        (Tile(128, 256), 1.04),
+    ),
+    ("dact", Regime.FEW): ((Tile(128, 256, 1, 1), 1.0), (Tile(128, 192, 1, 2, pingpong=True), 1.07)),
+    ("fc2", Regime.USUAL): (
+        (Tile(128, 208, 1, 1, pingpong=True), 1.0),
+        (Tile(128, 192, 1, 1, pingpong=True), 1.01),
+        (Tile(128, 256, 1, 1), 1.06),
+        (Tile(128, 208, 1, 2, pingpong=True), 0.96),
+    ),
+    ("fc2", Regime.FEW): _SHARED,
+    ("fc2", Regime.SOME): _SHARED,
+    ("fc2 deep", Regime.USUAL): _SHARED,
+    ("fc2 deep", Regime.MANY): _MANY_DEEP,
+    ("dgrad", Regime.USUAL): (
+        (Tile(128, 192, 1, 1, pingpong=True), 1.0),
+        (Tile(128, 256, 1, 1), 1.045),
+        (Tile(128, 256, 1, 2), 0.92),
+        (Tile(128, 192, pingpong=True), 0.94),
+    ),
+    ("dgrad", Regime.MANY): (
+        (Tile(128, 192, pingpong=True), 1.0),
+        (Tile(128, 256, 1, 2), 1.03),
+        (Tile(128, 256, 1, 1), 1.2),
+    ),
+    ("dgrad", Regime.FEW): _SHARED_TURNED,
+    ("dgrad", Regime.SOME): _SHARED_TURNED,
+    ("dgrad deep", Regime.USUAL): _SHARED_TURNED,
+    ("dgrad deep", Regime.MANY): _MANY_DEEP,
+    ("wgrad", Regime.FEW): ((_WGRAD, 1.0),),
+    ("wgrad", Regime.SOME): ((_WGRAD, 1.0),),
+    ("wgrad", Regime.USUAL): (
+        (_WGRAD, 1.0),
+        (Tile(128, 160, pingpong=True), 1.05),
+        (_WGRAD_ABOVE, 0.96),
+        (_WGRAD_BESIDE, 1.02),
+    ),
+    ("wgrad", Regime.MANY): ((_WGRAD_ABOVE, 1.0), (_WGRAD_BESIDE, 1.03), (_WGRAD, 1.25)),
+    ("fp8 fast", Regime.USUAL): (
+        (Tile(128, 208, 1, 2, pingpong=True), 1.0),
+        (Tile(128, 208, 1, 1, pingpong=True), 1.01),
+        (Tile(128, 176, 1, 2, pingpong=True), 1.03),
+    ),
+    ("fp8 fast", Regime.MANY): ((Tile(128, 208, pingpong=True), 1.0),),
+    ("fp8 fast wgrad", Regime.USUAL): ((Tile(128, 208, pingpong=True), 1.0),),
+    ("fp8 split", Regime.USUAL): ((Tile(128, 128, 1, 1), 1.0),),
+    ("fp8 split", Regime.MANY): ((Tile(128, 128), 1.0),),
+    ("fp8 split wgrad", Regime.USUAL): ((Tile(128, 128, 1, 2), 1.0),),
+    ("blocks", Regime.USUAL): ((Tile(128, 128), 1.0),),
+    ("blocks wgrad", Regime.USUAL): ((Tile(128, 128, 1, 2), 1.0),),
+}
+
+
+@functools.cache
+def tile_for(product: str, regime: Regime, rows: int | None, columns: int, depth: int = 0) -> Tile:
+    """The tile with the least time.
+
+    Args:
+        product: ``"fc1"``: FC1 with its activation; ``"fc2"``; ``"dact"``: FC2's dgrad with the activation's;
+            ``"dgrad"``: FC1's; ``"wgrad"``. In FP8 ``"fp8 fast"`` or ``"fp8 split"``: any by row, with sums in the tensor
+            cores or in float32, and these with ``" wgrad"``; ``"blocks"`` and ``"blocks wgrad"``, whose tiles are blocks.
+        regime: of the tokens an expert.
+        rows, columns: of the result; rows ``None``: the same for all tiles. depth: products a sum, where
+            they are as many for all tiles.
+    """
+    if depth >= _DEEP and (f"{product} deep", Regime.USUAL) in _TILES:
+        product = f"{product} deep"
+    tiles = _TILES.get((product, regime)) or _TILES[product, Regime.USUAL]
+    return min(tiles, key=lambda entry: entry[0].padded(rows, columns) * entry[1])[0]
