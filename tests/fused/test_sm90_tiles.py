@@ -106,3 +106,35 @@ def test_least_padded_tile_wins_where_tiles_are_as_quick() -> None:
     assert (
         sm90_tiles.tile_for("fc2", sm90_tiles.Regime.USUAL, None, 2688, 1856).columns == 208
     )  # 13 of them: 0.6% more, and 1% quicker
+
+
+@pytest.mark.parametrize("product", ["fp8 fast", "fp8 split", "fp8 split dact", "blocks"])
+@pytest.mark.parametrize("regime", set(sm90_tiles.Regime) - {sm90_tiles.Regime.MANY})
+def test_rows_of_fp8_are_padded_to_one_tile_where_experts_do_not_have_many_tokens(
+    product: str, regime: sm90_tiles.Regime
+) -> None:
+    tiles = {sm90_tiles.tile_for(product, regime, None, width, depth) for width in WIDTHS for depth in (1408, 14336)}
+    assert {tile.cluster_rows for tile in tiles} == {1}
+
+
+def test_fp8_shares_operands_in_clusters_whose_columns_fit() -> None:
+    def tile(columns: int, regime: sm90_tiles.Regime = sm90_tiles.Regime.USUAL) -> tuple[int, ...]:
+        return sm90_tiles.tile_for("fp8 fast", regime, None, columns)[1:4]
+
+    assert [tile(columns) for columns in (2048, 1408, 2688)] == [(208, 1, 2), (176, 1, 2), (192, 1, 2)]
+    assert tile(1856) == (208, 1, 1)  # 9 of them
+    many = sm90_tiles.Regime.MANY
+    assert [tile(columns, many) for columns in (4096, 14336)] == [(208, 1, 2), (208, 2, 1)]  # 20; 69
+
+
+@pytest.mark.parametrize("regime", sm90_tiles.Regime)
+@pytest.mark.parametrize("product", ["blocks", "blocks wgrad", "fp8 split", "fp8 split dact", "fp8 split wgrad"])
+def test_tiles_are_blocks_where_fp8_is_summed_in_float32(product: str, regime: sm90_tiles.Regime) -> None:
+    tiles = {sm90_tiles.tile_for(product, regime, 2048, width, depth) for width in WIDTHS for depth in (1408, 14336)}
+    assert {tile[:2] for tile in tiles} == {(128, 128)} and not any(tile.pingpong for tile in tiles)
+
+
+def test_blocks_of_long_sums_share_weights_where_experts_have_many_tokens() -> None:
+    many = sm90_tiles.Regime.MANY
+    assert sm90_tiles.tile_for("blocks", many, None, 4096, 14336).cluster_rows == 2
+    assert sm90_tiles.tile_for("blocks", many, None, 2048, 1408)[2:4] == (1, 1)

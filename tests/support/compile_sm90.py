@@ -132,8 +132,9 @@ def compile_fp8(activation: SquaredReLU, tokens: int) -> int:
 
 
 def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
-    """The same of FP8 by blocks."""
+    """The same of FP8 by blocks; with many tokens sums are long."""
     launches = Launches()
+    hidden_size, ffn = (HIDDEN, FFN) if tokens < MANY else (DEEP_FFN, DEEP_FFN)
     scaling = BlockScaling(BlockFormat.FP8)
     vars(fp8)["padded_offsets"] = launches_nothing
     kernels = sm90_blocks.Sm90BlockKernels(activation)
@@ -158,26 +159,28 @@ def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
         table, numbers = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS, one, other, dtype=torch.uint8)
         return blocks.Weights(Experts(numbers, table), Experts(empty(EXPERTS, *parts, dtype=torch.float32), table))
 
-    of_fc1 = BlockWeights(weights(FFN, HIDDEN), weights(HIDDEN, FFN))
-    of_fc2 = BlockWeights(weights(HIDDEN, FFN), weights(FFN, HIDDEN))
+    of_fc1 = BlockWeights(weights(ffn, hidden_size), weights(hidden_size, ffn))
+    of_fc2 = BlockWeights(weights(hidden_size, ffn), weights(ffn, hidden_size))
     act_input, hidden = kernels.fc1_blocks(
-        rows(HIDDEN), of_fc1, None, router, (offsets, offsets), torch.bfloat16, scaling, count
+        rows(hidden_size), of_fc1, None, router, (offsets, offsets), torch.bfloat16, scaling, count
     )
-    *_, orders = kernels.fc2_dgrad_blocks(rows(HIDDEN), of_fc2, act_input, router, offsets)
+    *_, orders = kernels.fc2_dgrad_blocks(rows(hidden_size), of_fc2, act_input, router, offsets)
     if activation.clamp is not None:
         return launches.count
-    y, bias = empty(tokens, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, HIDDEN, dtype=torch.bfloat16)
+    y, bias = empty(tokens, hidden_size, dtype=torch.bfloat16), empty(EXPERTS, hidden_size, dtype=torch.bfloat16)
     for by_column, saved in ((False, False), (True, False), (True, True)):
         kernels.block_rows(y, offsets, scaling, by_column=by_column, saved=saved)
     kernels.rebuild_blocks(act_input, router, offsets, scaling)
-    packed = Experts(empty(EXPERTS, FFN, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, dtype=torch.int32))
+    packed = Experts(empty(EXPERTS, ffn, hidden_size, dtype=torch.bfloat16), empty(EXPERTS, dtype=torch.int32))
     for by_column in (False, True):
         kernels.block_weights(packed, scaling, by_column=by_column)
     for factors in (None, router):
         kernels.linear_blocks(hidden, of_fc2.rows, y, offsets, bias=bias, bias_scales=factors, count=count)
     for dtype, accumulate in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
-        out = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=dtype), empty(EXPERTS, dtype=torch.int32))
-        kernels.wgrad_blocks(turned(HIDDEN), turned(FFN), offsets, out, accumulate=accumulate, order=orders.fc2_wgrad)
+        out = Experts(empty(EXPERTS, hidden_size, ffn, dtype=dtype), empty(EXPERTS, dtype=torch.int32))
+        kernels.wgrad_blocks(
+            turned(hidden_size), turned(ffn), offsets, out, accumulate=accumulate, order=orders.fc2_wgrad
+        )
     return launches.count
 
 

@@ -185,7 +185,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Fp8Kernels.fc2_dgrad_fp8`."""
         assert dy.rows is not None and dy.factors is not None
-        tile = self._tile(_product(fast), dy.rows, weights.columns, act_input)
+        tile = self._tile(f"{_product(fast)} dact", dy.rows, weights.columns, act_input)
         dact_input = torch.empty_like(act_input)
         magnitudes, parts = _parts(act_input, tile), _parts(act_input, tile)
         values = {"factor": dy.factors, "scale": scales, "dscale": parts, "magnitude": magnitudes, **self._numbers()}

@@ -45,6 +45,10 @@ _MANY_DEEP: Tiles = (
     (Tile(128, 192, pingpong=True), 1.12),
     (Tile(128, 160, pingpong=True), 1.1),
 )
+# In FP8 with sums in float32 a tile is a block of 128 x 128.
+_SINGLE_BLOCK: Tiles = ((Tile(128, 128, 1, 1), 1.0),)
+_BLOCKS_ABOVE: Tiles = ((Tile(128, 128), 1.0),)
+_BLOCKS_BESIDE: Tiles = ((Tile(128, 128, 1, 2), 1.0),)
 # Measured on H200s and H100s (docs/results/): each tile with its time a padded element of the result, relative to the
 # first one's. Weights that are read transposed want a tile of whole strips of 32 or 64 columns: others lie in shared memory
 # in strips of 16 (in tiles of 208 FC1's dgrad took 1.65 ms, in tiles of 192 0.97).
@@ -106,15 +110,28 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ("fp8 fast", Regime.USUAL): (
         (Tile(128, 208, 1, 2, pingpong=True), 1.0),
         (Tile(128, 208, 1, 1, pingpong=True), 1.01),
+        (Tile(128, 192, 1, 2, pingpong=True), 1.015),
         (Tile(128, 176, 1, 2, pingpong=True), 1.03),
     ),
-    ("fp8 fast", Regime.MANY): ((Tile(128, 208, pingpong=True), 1.0),),
+    ("fp8 fast", Regime.MANY): (
+        (Tile(128, 208, pingpong=True), 1.0),
+        (Tile(128, 208, 1, 2, pingpong=True), 0.99),
+    ),
+    ("fp8 fast dact", Regime.USUAL): ((Tile(128, 208, pingpong=True), 1.0),),
     ("fp8 fast wgrad", Regime.USUAL): ((Tile(128, 208, pingpong=True), 1.0),),
-    ("fp8 split", Regime.USUAL): ((Tile(128, 128, 1, 1), 1.0),),
-    ("fp8 split", Regime.MANY): ((Tile(128, 128), 1.0),),
-    ("fp8 split wgrad", Regime.USUAL): ((Tile(128, 128, 1, 2), 1.0),),
-    ("blocks", Regime.USUAL): ((Tile(128, 128), 1.0),),
-    ("blocks wgrad", Regime.USUAL): ((Tile(128, 128, 1, 2), 1.0),),
+    ("fp8 split", Regime.USUAL): _SINGLE_BLOCK,
+    ("fp8 split", Regime.MANY): ((Tile(128, 128, 1, 2), 0.98), (Tile(128, 128), 1.0)),
+    ("fp8 split dact", Regime.USUAL): _SINGLE_BLOCK,
+    ("fp8 split dact", Regime.MANY): _BLOCKS_ABOVE,
+    ("fp8 split wgrad", Regime.FEW): _BLOCKS_BESIDE,
+    ("fp8 split wgrad", Regime.SOME): _BLOCKS_BESIDE,
+    ("fp8 split wgrad", Regime.USUAL): _SINGLE_BLOCK,
+    ("fp8 split wgrad", Regime.MANY): _BLOCKS_BESIDE,
+    ("blocks", Regime.USUAL): _SINGLE_BLOCK,
+    ("blocks deep", Regime.USUAL): _SINGLE_BLOCK,
+    ("blocks deep", Regime.MANY): _BLOCKS_ABOVE,
+    ("blocks wgrad", Regime.USUAL): _SINGLE_BLOCK,
+    ("blocks wgrad", Regime.MANY): _BLOCKS_BESIDE,
 }
 
 
@@ -124,8 +141,9 @@ def tile_for(product: str, regime: Regime, rows: int | None, columns: int, depth
 
     Args:
         product: ``"fc1"``: FC1 with its activation; ``"fc2"``; ``"dact"``: FC2's dgrad with the activation's;
-            ``"dgrad"``: FC1's; ``"wgrad"``. In FP8 ``"fp8 fast"`` or ``"fp8 split"``: any by row, with sums in the tensor
-            cores or in float32, and these with ``" wgrad"``; ``"blocks"`` and ``"blocks wgrad"``, whose tiles are blocks.
+            ``"dgrad"``: FC1's; ``"wgrad"``. In FP8 with sums in the tensor cores ``"fp8 fast"``: FC1, FC2 and FC1's dgrad,
+            ``"fp8 fast dact"`` and ``"fp8 fast wgrad"``; with sums in float32 the same with ``split`` for ``fast``; by
+            blocks ``"blocks"``: all by row, and ``"blocks wgrad"``.
         regime: of the tokens an expert.
         rows, columns: of the result; rows ``None``: the same for all tiles. depth: products a sum, where
             they are as many for all tiles.
