@@ -1,6 +1,6 @@
-"""The fused grouped MLP of te_offload: GEMM, scaled squared ReLU and GEMM with the activation in the epilogues (Hopper).
+"""The fused grouped MLP of te_offload: GEMM, scaled activation and GEMM with the activation in the epilogues (Hopper).
 
-In: windows of GroupedLinear, ScaledSReLU or ScaledTanhSReLU, GroupedLinear with an op of `te_offload.ops`, or asked for.
+In: windows of GroupedLinear, a scaled activation, GroupedLinear with an op of `te_offload.ops`, or asked for.
 Out: the results of the three ops, and their slots: ``fc1_input`` and ``act_input`` are saved, ``fc2_input`` is rebuilt in
 the backward. Keeps true: each slot is declared when it is written and read back just before its first use; what one call
 cannot take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: know how
@@ -21,13 +21,13 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, SavedTensorModifiedError
-from te_offload.fused import blackwell, machine, parameters, quantized
+from te_offload.fused import activations, blackwell, machine, parameters, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.grads import bias_grads, weight_grads, wide_scales
 from te_offload.fused.judge import SWITCH as SWITCH
 from te_offload.fused.judge import Judged, in_torch_arithmetic, judge, weight_of
 from te_offload.fused.kernels.experts import TMA_BYTES
-from te_offload.fused.kernels.interface import Kernels, SquaredReLU
+from te_offload.fused.kernels.interface import Kernels
 from te_offload.fused.stand_ins import stand_ins_of
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
@@ -48,6 +48,8 @@ def explain(window: Window, recipe: Any = None) -> Support:
     if mode not in ("1", "reference"):
         return Support(False, f"{SWITCH} is {mode}")
     reason = None if mode == "reference" else machine.reason_against(SWITCH, quantizes=recipe is not None)
+    quantizes, reference = recipe is not None, mode == "reference"
+    reason = reason or activations.reason_against(window, quantizes=quantizes, reference=reference)
     reason = reason or _structure_reason(window)
     if reason is None and recipe is not None:
         linears = ("FC1", window.fc1), ("FC2", window.fc2)
@@ -60,9 +62,6 @@ def explain(window: Window, recipe: Any = None) -> Support:
 def _structure_reason(window: Window) -> str | None:
     if window.needs_ops is not None:
         return window.needs_ops
-    if not isinstance(window.activation, (te.ops.ScaledSReLU, te.ops.ScaledTanhSReLU)):
-        name = type(window.activation).__name__
-        return f"its activation is {name}, whose two halves lie in columns far apart, and an epilogue sees one tile"
     for name, linear in (("FC1", window.fc1), ("FC2", window.fc2)):
         op: Any = linear
         if name == "FC1" and op._scale_bias:
@@ -73,10 +72,11 @@ def _structure_reason(window: Window) -> str | None:
             return f"{name} delays its wgrad"
     fc1: Any = window.fc1
     fc2: Any = window.fc2
-    if (fc1.num_groups, fc1.out_features) != (fc2.num_groups, fc2.in_features):
+    halves = 2 if activations.is_gated(window.activation) else 1
+    if (fc1.num_groups, fc1.out_features) != (fc2.num_groups, halves * fc2.in_features):
         return (
             f"FC1 gives {fc1.num_groups} experts {fc1.out_features} columns, FC2 takes {fc2.num_groups} experts of "
-            f"{fc2.in_features}"
+            f"{fc2.in_features}{' for twice as many' if halves == 2 else ''}"
         )
     return None
 
@@ -109,7 +109,7 @@ def reason_unfused(window: Window, recipe: Any = None) -> str:
 
 
 class HopperGroupedMLP(te.ops.FusedOperation):
-    """FC1, scaled squared ReLU and FC2 in three launches forward and six backward.
+    """FC1, a scaled activation and FC2 in three launches forward and six backward.
 
     Args:
         basic_ops: the three ops.
@@ -377,7 +377,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
                 count=orders.fc1_dgrad,
             )
         else:
-            multiply = functools.partial(kernels.wgrad, dact_input, x, offsets1, order=orders.fc1_wgrad)
+            multiply = functools.partial(kernels.fc1_wgrad, dact_input, x, offsets1, order=orders.fc1_wgrad)
         grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply, together=together1)
         dbias1, _ = bias_grads(fc1, kernels, dact_input, None, offsets1)
         params = [
@@ -412,7 +412,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         kernels = self._kernels.get(key)
         if kernels is None:
             reference = in_torch_arithmetic(tensor)
-            activation = SquaredReLU(getattr(self.basic_ops[1], "tanh_clamp_scale", None))
+            activation = activations.activation_of(self.basic_ops[1])
             kernels = self._kernels[key] = quantized.make_kernels(way, activation, reference=reference)
         return kernels
 

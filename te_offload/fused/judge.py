@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from te_offload.fused import parameters, quantized
+from te_offload.fused import activations, parameters, quantized
 from te_offload.ops import te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 
@@ -77,6 +77,8 @@ def _call_reason(
     if not requires_grad[0] == requires_grad[1] == requires_grad[2]:
         return "a gradient is needed by some of its ops alone"
     dtypes, device, on_gpu = [], input_.device, input_.is_cuda
+    if way != quantized.DENSE and activations.is_gated(activation):
+        return f"its activation is {type(activation).__name__}, which runs fused without a recipe alone"
     for op, scaling in zip((fc1, fc2), scalings, strict=True):
         if isinstance(scaling, str):
             return scaling
@@ -99,8 +101,8 @@ def _call_reason(
             if on_gpu and dtype not in (*_DTYPES, torch.float32):
                 return f"main_grad is {dtype}"
     if on_gpu:
-        if dtypes[0] not in _DTYPES:
-            return f"there are no kernels for {dtypes[0]}"
+        if dtypes[0] not in (_DTYPES[:1] if activations.is_gated(activation) else _DTYPES):
+            return f"there are no kernels for {dtypes[0]} and {type(activation).__name__}"
         for sizes in both:
             if not sizes.is_cuda:
                 return "the split sizes are on the CPU"

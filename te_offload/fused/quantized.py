@@ -14,7 +14,7 @@ import torch
 from te_offload.fused import block_pass, fp8_pass
 from te_offload.fused.block_pass import BlockPass
 from te_offload.fused.fp8_pass import Fp8Pass
-from te_offload.fused.kernels.interface import Counts, Kernels, SquaredReLU
+from te_offload.fused.kernels.interface import Activation, Counts, Gated, Kernels
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
@@ -84,11 +84,15 @@ def make_pass(
     return kind(kernels, fc1, fc2, (one, other), offsets, counts, router, backward=backward)
 
 
-def make_kernels(way: Way, activation: SquaredReLU, *, reference: bool) -> Kernels:
+def make_kernels(way: Way, activation: Activation, *, reference: bool) -> Kernels:
     """What computes a way."""
     if reference:
         kinds: dict[Way, type[ReferenceKernels]] = {DENSE: ReferenceKernels, TENSOR_SCALES: ReferenceFp8Kernels}
         return kinds.get(way, ReferenceBlockKernels)(activation)
+    if isinstance(activation, Gated):
+        from te_offload.fused.kernels.sm90_glu import Sm90GluKernels
+
+        return Sm90GluKernels(activation)
     if way == DENSE:
         from te_offload.fused.kernels.sm90 import Sm90Kernels
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as te_recipe
 
 from te_offload import OffloadSession
-from te_offload.fused import Fusion, Support, blackwell, find_windows, hopper, machine
+from te_offload.fused import Fusion, Support, activations, blackwell, find_windows, hopper, machine, quantized
 from te_offload.fused.calls import calls_of
+from te_offload.fused.judge import judge
 from tests.support.mlp import make_inputs, make_mlp, run
 
 SPLITS = (5, 0, 7, 4)
@@ -39,8 +41,31 @@ def test_switch_keeps_windows_unfused_and_is_on_without_one(monkeypatch: pytest.
     assert hopper.explain(window).ok
 
 
+def test_gated_activations_are_taken_by_torch_or_if_asked_for_and_never_under_a_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    window = next(find_windows(list(mlp(activation="swiglu"))))
+    assert hopper.explain(window).ok
+    recipe = te_recipe.Float8CurrentScaling()
+    assert "ScaledSwiGLU, which runs fused without a recipe" in hopper.explain(window, recipe).reason
+    monkeypatch.setenv(hopper.SWITCH, "1")
+    monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
+    monkeypatch.setattr(machine, "broken_package", lambda **_: None)
+    assert f"not been seen on a card yet; {activations.GLU_SWITCH}=1" in hopper.explain(window).reason
+    monkeypatch.setenv(activations.GLU_SWITCH, "1")
+    assert hopper.explain(window).ok
+
+
+def test_a_call_of_a_gated_window_under_a_recipe_goes_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "way_of_call", lambda: quantized.TENSOR_SCALES)
+    monkeypatch.setattr(quantized, "scaling_of", lambda *_, **__: None)
+    x, sizes, scales = make_inputs(SPLITS)
+    judged = judge(list(mlp(activation="swiglu")), [False] * 3, x, [(sizes,), (scales,), (sizes,)])
+    assert judged.reason == "its activation is ScaledSwiGLU, which runs fused without a recipe alone"
+
+
 def test_report_says_how_grouped_mlps_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused, glu, idle = mlp(), mlp(activation="swiglu"), mlp()
+    fused, glu, idle = mlp(), mlp(activation="swiglu", fc1={"bias": True}), mlp()
     with OffloadSession([fused, glu, idle], min_bytes=0) as session, session.step():
         for module in (fused, glu):
             run(module, SPLITS)

@@ -21,7 +21,7 @@ from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.offload.saved import Saved
 from te_offload.ops import te_adapter
 from tests.layouts.test_unfused_layouts import listen
-from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp, run
+from tests.support.mlp import ACTIVATIONS, assert_same_bits, gradients, make_inputs, make_mlp, run
 from tests.support.reference import activate, grouped_linear
 from tests.support.tolerances import assert_close_to_fp64
 
@@ -49,7 +49,7 @@ def fc2_row(session: OffloadSession) -> Any:
 
 
 @pytest.mark.parametrize("splits", [SPLITS, (0, 0, 11, 0), (1, 1, 1, 1)])
-@pytest.mark.parametrize("activation", ["srelu", "tanh-srelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_output_and_every_gradient_are_near_fp64(splits: Sequence[int], activation: str) -> None:
     module = mlp(activation=activation)
     found = run(module, splits)
@@ -98,10 +98,11 @@ def test_without_gradients_nothing_is_saved() -> None:
     assert sum(tensor.nbytes for tensor in saved if tensor.is_floating_point()) == sum(SPLITS) * (16 + 32 + 1) * 4
 
 
-def test_fused_and_unfused_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = run(mlp(), SPLITS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_fused_and_unfused_agree(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
+    fused = run(mlp(activation=activation), SPLITS)
     monkeypatch.setenv(hopper.SWITCH, "0")
-    module = mlp()
+    module = mlp(activation=activation)
     unfused = run(module, SPLITS)
     assert not fused_ops(module)
     assert fused.keys() == unfused.keys()
@@ -132,13 +133,14 @@ def test_biases_and_their_scales_agree_with_the_unfused_path(
         assert_close_to_fp64(value, unfused[name].double(), torch.float32, name)
 
 
-def test_fc2_input_is_rebuilt_and_the_two_others_move_without_changing_a_bit() -> None:
-    expected, module = run(mlp(), SPLITS), mlp()
+@pytest.mark.parametrize(("activation", "columns"), [("srelu", 16 + 32), ("swiglu", 16 + 64)])
+def test_fc2_input_is_rebuilt_and_the_two_others_move_without_changing_a_bit(activation: str, columns: int) -> None:
+    expected, module = run(mlp(activation=activation), SPLITS), mlp(activation=activation)
     with OffloadSession([module], min_bytes=0) as session:
         with session.step():
             found = run(module, SPLITS)
         record = session.records[-1]
-        assert record.bytes_out == record.bytes_back == sum(SPLITS) * (16 + 32) * 4
+        assert record.bytes_out == record.bytes_back == sum(SPLITS) * columns * 4
         assert (fc2_row(session).fate, fc2_row(session).reason) == (Fate.RECOMPUTED, Reason.REBUILT)
     assert_same_bits(expected, found)
 
@@ -376,8 +378,8 @@ def test_router_scales_of_another_shape_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"activation": "swiglu"}, "its activation is ScaledSwiGLU"),
-        ({"activation": "situ-glu"}, "its activation is ScaledSiTUGLU"),
+        ({"activation": "swiglu", "fc1": {"bias": True}}, "its activation is ScaledSwiGLU, and FC1 has a bias"),
+        ({"activation": "swiglu-interleaved", "ffn": 24}, "FC1 gives 48 columns, which are not a multiple of 64"),
         ({"fc1": {"bias": True, "scale_bias": True}}, "FC1 scales its bias"),
         ({"hidden": 20}, "FC1 is 20 x 32, which are not both multiples of 8"),
         ({"fc2": {"delay_wgrad_compute": True}}, "FC2 delays its wgrad"),
@@ -388,6 +390,13 @@ def test_window_that_is_not_taken_says_why(options: dict[str, Any], reason: str)
     window = next(find_windows(list(module)))
     assert reason in hopper.explain(window).reason
     assert hopper.fuse_windows(list(module)) == list(module)
+
+
+def test_gated_window_whose_linears_do_not_fit_is_not_taken() -> None:
+    linear: dict[str, Any] = {"bias": False, "device": "cpu", "dtype": torch.float32}
+    fc1, fc2 = (ops.GroupedLinear(len(SPLITS), *size, **linear) for size in ((16, 64), (64, 16)))
+    window = next(find_windows([fc1, ops.ScaledSwiGLU(), fc2]))
+    assert hopper.explain(window).reason.endswith("64 columns, FC2 takes 4 experts of 64 for twice as many")
 
 
 def test_plain_te_ops_are_fused_if_asked_for_and_give_the_same_bits() -> None:
@@ -406,7 +415,8 @@ def test_plain_te_ops_are_fused_if_asked_for_and_give_the_same_bits() -> None:
 
 
 def test_asking_for_what_is_not_taken_says_why() -> None:
-    assert "its activation is ScaledSwiGLU" in fuse(mlp(activation="swiglu"))[0].reason
+    biased = mlp(activation="swiglu", fc1={"bias": True})
+    assert "its activation is ScaledSwiGLU, and FC1 has a bias" in fuse(biased)[0].reason
     with pytest.raises(ArgumentTypeError, match=r"te\.ops\.Sequential"):
         fuse(torch.nn.Sequential())
 

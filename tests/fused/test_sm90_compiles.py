@@ -14,7 +14,7 @@ import pytest
 from tests.support.sass import look_into
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("bf16", "others", "fp8", "blocks")
+PARTS = ("bf16", "others", "glu", "fp8", "blocks")
 Running = dict[str, tuple[subprocess.Popen[str], Path, list[str]]]
 
 
@@ -70,6 +70,15 @@ def test_operands_are_loaded_five_tiles_ahead_where_that_fits(running: Running) 
     assert "DSReLUGemm 128x192x64: 5 stages" in printed and "DTanhSReLUGemm 128x160x64: 5 stages" in printed
     for kernel in ("WgradGemm", "AddingWgradGemm", "BesideWgradGemm", "AddingBesideWgradGemm"):
         assert f"{kernel} 128x192x32: 10 stages" in printed  # half a tile of 64 each
+
+
+def test_every_kernel_of_gated_activations_compiles_for_sm_90a(running: Running) -> None:
+    printed, kernels = compiled(running, "glu")
+    assert printed.count("18 launches") == 5
+    # offsets, clear, sums; fc1, fc2, fc2_dgrad, fc1_dgrad, a wgrad of fc2; of fc1, beside the dgrad or not, in bf16, and in
+    # float32 written and added. For few tokens other tiles of fc2 and all wgrads. With halves in blocks of 32 fc1, and
+    # fc1's dgrad and wgrads for many tokens. Of the two other activations fc1 and fc2_dgrad.
+    assert kernels == (3 + 5 + 6) + (2 + 6) + (2 + 6) + 2 * 2
 
 
 def test_every_fp8_kernel_compiles_for_sm_90a(running: Running) -> None:

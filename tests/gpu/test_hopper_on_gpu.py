@@ -12,11 +12,12 @@ import transformer_engine.pytorch as te
 
 from te_offload import Fate, OffloadSession
 from te_offload.errors import ArgumentError
-from te_offload.fused import hopper
+from te_offload.fused import activations, hopper
+from te_offload.fused.calls import calls_of
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
-from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run, seeded
+from tests.support.mlp import ACTIVATIONS, assert_same_bits, is_glu, make_inputs, make_mlp, run, seeded
 from tests.support.reference import activate
 from tests.support.tolerances import assert_close_to_fp64
 
@@ -31,6 +32,7 @@ SPLITS = {
     "one with most of more tokens": (97, 900, 0, 3),  # for which other tiles are taken
     "many tokens": (8000, 0, 200, 57),  # and here
 }
+GLU = [name for name in ACTIVATIONS if is_glu(name)]
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +41,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are Hopper's (compute capability 9.0)")
     monkeypatch.setenv(hopper.SWITCH, "1")
+    monkeypatch.setenv(activations.GLU_SWITCH, "1")
 
 
 def mlp(dtype: torch.dtype = torch.bfloat16, **options: Any) -> te.ops.Sequential:
@@ -125,8 +128,25 @@ def errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
 def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
     monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...], dtype: torch.dtype, bias: bool, activation: str
 ) -> None:
+    options: dict[str, Any] = {"bias": bias, "fc2": {"scale_bias": bias}}
+    assert_as_near_to_fp64_as_transformer_engine(monkeypatch, splits, dtype, activation, **options)
+
+
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "scale-bias"])
+@pytest.mark.parametrize("activation", GLU)
+def test_errors_of_gated_activations_are_no_larger_either(
+    monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...], bias: bool, activation: str
+) -> None:
+    options: dict[str, Any] = {"fc2": {"bias": bias, "scale_bias": bias}}
+    assert_as_near_to_fp64_as_transformer_engine(monkeypatch, splits, torch.bfloat16, activation, **options)
+
+
+def assert_as_near_to_fp64_as_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...], dtype: torch.dtype, activation: str, **options: Any
+) -> None:
     def make() -> te.ops.Sequential:
-        module = mlp(dtype, bias=bias, fc2={"scale_bias": bias}, activation=activation)
+        module = mlp(dtype, activation=activation, **options)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if "bias" in name:
@@ -154,9 +174,9 @@ def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
 
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
-@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "scale-bias"])
-def test_two_runs_give_the_same_bits(splits: tuple[int, ...], bias: bool) -> None:
-    options: dict[str, Any] = {"bias": bias, "fc2": {"scale_bias": bias}}
+@pytest.mark.parametrize(("bias", "activation"), [(False, "srelu"), (True, "srelu"), (False, "swiglu")])
+def test_two_runs_give_the_same_bits(splits: tuple[int, ...], bias: bool, activation: str) -> None:
+    options: dict[str, Any] = {"bias": bias, "fc2": {"scale_bias": bias}, "activation": activation}
     first = fused_run(mlp(**options), splits, extra=4 if bias else 3)
     poison()
     assert_same_bits(first, fused_run(mlp(**options), splits, extra=4 if bias else 3))
@@ -164,9 +184,10 @@ def test_two_runs_give_the_same_bits(splits: tuple[int, ...], bias: bool) -> Non
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["added", "overwritten"])
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "one behind the other"])
-def test_main_grad_in_float32_receives_the_weight_gradients(together: bool, overwrite: bool) -> None:
-    plain = fp64_run(mlp(), SPLITS["ragged"])
-    module = mlp(accumulate_into_main_grad=True)
+@pytest.mark.parametrize("activation", ["srelu", "swiglu", "swiglu-interleaved"])
+def test_main_grad_in_float32_receives_the_weight_gradients(together: bool, overwrite: bool, activation: str) -> None:
+    plain = fp64_run(mlp(activation=activation), SPLITS["ragged"], activation)
+    module = mlp(accumulate_into_main_grad=True, activation=activation)
     for layer in (0, 2):
         parameters = list(module[layer].parameters())
         sizes = [parameter.numel() for parameter in parameters]
@@ -231,12 +252,12 @@ def test_inputs_and_gradients_at_odd_addresses_give_the_same_bits() -> None:
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "scale-bias"])
-def test_rows_of_no_expert_are_not_read_come_out_zero_and_take_no_gradient(bias: bool) -> None:
+@pytest.mark.parametrize(("bias", "activation"), [(False, "srelu"), (True, "srelu"), (False, "swiglu")])
+def test_rows_of_no_expert_are_not_read_come_out_zero_and_take_no_gradient(bias: bool, activation: str) -> None:
     splits, more = SPLITS["ragged"], 77
     rows, results = sum(splits), []
     for beyond in (0, more):
-        module = mlp(bias=bias, fc2={"scale_bias": bias})
+        module = mlp(bias=bias, fc2={"scale_bias": bias}, activation=activation)
         poison()
         inputs = make_inputs((*splits, beyond), HIDDEN, device="cuda", dtype=torch.bfloat16)
         x, scales = (tensor.detach().clone() for tensor in (inputs[0], inputs[2]))
@@ -301,10 +322,13 @@ def test_single_grouped_weight_gives_the_bits_of_separate_ones(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("where", ["separate weights", "one grouped weight"])
+@pytest.mark.parametrize(("activation", "columns"), [("srelu", HIDDEN + FFN), ("swiglu", HIDDEN + 2 * FFN)])
 @pytest.mark.usefixtures("copies_out_end")
-def test_offloading_changes_no_bit_and_moves_two_slots(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_offloading_changes_no_bit_and_moves_two_slots(
+    monkeypatch: pytest.MonkeyPatch, where: str, activation: str, columns: int
+) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
-    options: dict[str, Any] = {"single_grouped_weight": True} if where == "one grouped weight" else {}
+    options: dict[str, Any] = {"single_grouped_weight": where == "one grouped weight", "activation": activation}
     splits, expected, module = SPLITS["ragged"], fused_run(mlp(**options), SPLITS["ragged"]), mlp(**options)
     with OffloadSession([module], min_bytes=0, max_in_flight=0, verify=True) as session:
         for _ in range(3):
@@ -312,8 +336,15 @@ def test_offloading_changes_no_bit_and_moves_two_slots(monkeypatch: pytest.Monke
                 found = fused_run(module, splits)
             assert_same_bits(expected, found)
         record = session.records[-1]
-    assert record.bytes_out == record.bytes_back >= sum(splits) * (HIDDEN + FFN) * 2
+    assert record.bytes_out == record.bytes_back >= sum(splits) * columns * 2
     assert {row.slot.value: row.fate for row in record.slots}["fc2_input"] is Fate.RECOMPUTED
+
+
+def test_gated_activations_in_fp16_go_op_by_op() -> None:
+    module = mlp(torch.float16, activation="swiglu")
+    run(module, SPLITS["ragged"], hidden=HIDDEN)
+    assert calls_of(module[0]).reason == "there are no kernels for torch.float16 and ScaledSwiGLU"
+    assert not next(op for op, _ in module._module_groups[0]._forward_ops)._kernels
 
 
 def test_split_sizes_on_the_host_go_op_by_op() -> None:
@@ -335,8 +366,9 @@ def test_split_sizes_that_ask_for_too_many_rows_touch_no_other_memory() -> None:
     assert torch.equal(module(x, more, scales, more), expected)
 
 
-def test_forward_and_backward_are_captured_in_a_cuda_graph_and_follow_new_split_sizes() -> None:
-    module = mlp()
+@pytest.mark.parametrize("activation", ["srelu", "swiglu"])
+def test_forward_and_backward_are_captured_in_a_cuda_graph_and_follow_new_split_sizes(activation: str) -> None:
+    module = mlp(activation=activation)
     x, sizes, scales = make_inputs(SPLITS["ragged"], HIDDEN, device="cuda", dtype=torch.bfloat16)
     dy = torch.randn_like(x).detach()
     parameters = list(module.parameters())

@@ -1,4 +1,5 @@
-"""Compiles every Hopper kernel on a machine without a GPU: ``python -m tests.support.compile_sm90 bf16|others|fp8|blocks``.
+"""Compiles every Hopper kernel on a machine without a GPU: ``python -m tests.support.compile_sm90 PART``, which is bf16,
+others, glu, fp8 or blocks.
 
 QuACK traces and compiles for ``sm_90a`` with fake tensors; what needs a driver is replaced: the number of clusters that a
 card runs at once, which is no part of a kernel, and the launch. Prints how many stages of operands each product has.
@@ -19,11 +20,11 @@ import torch
 from quack.gemm_sm90 import GemmSm90
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_offload.fused.kernels import blocks, fp8, sm90, sm90_blocks, sm90_compile, sm90_fp8, sm90_launch
+from te_offload.fused.kernels import blocks, fp8, sm90, sm90_blocks, sm90_compile, sm90_fp8, sm90_glu, sm90_launch
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.interface import SquaredReLU, TileCount
+from te_offload.fused.kernels.interface import Gate, Gated, SquaredReLU, TileCount
 from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 
 EXPERTS, HIDDEN, FFN, DEEP_FFN = 4, 2048, 1408, 2688
@@ -85,6 +86,30 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int, ffn: i
     for grads, accumulate in ((of_fc1, False), (main1, False), (main1, True)):
         ways: dict[str, Any] = {"accumulate": accumulate, "order": order, "count": count}
         kernels.fc1_backward(dact_input, x, of_fc1, offsets, dx, grads, **ways)
+    return launches.count
+
+
+def compile_glu(dtype: torch.dtype, activation: Gated, tokens: int) -> int:
+    """The same of what a gated activation takes beside that."""
+    launches = Launches()
+    kernels = sm90_glu.Sm90GluKernels(activation)
+    table, sizes = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS, dtype=torch.int64)
+    offsets, counts = kernels.offsets(sizes, empty(tokens, HIDDEN, dtype=dtype))
+    of_fc1, of_fc2 = [
+        Experts(empty(EXPERTS, *shape, dtype=dtype), table) for shape in ((2 * FFN, HIDDEN), (HIDDEN, FFN))
+    ]
+    x, scales = empty(tokens, HIDDEN, dtype=dtype), empty(tokens, dtype=torch.float32)
+    act_input, fc2_input = kernels.fc1(x, of_fc1, None, scales, offsets, counts.fc1)
+    assert (act_input.shape, fc2_input.shape) == ((tokens, 2 * FFN), (tokens, FFN))
+    kernels.fc2(fc2_input, of_fc2, None, None, offsets, x, counts.fc2)
+    dact_input, fc2_input, _, orders = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
+    kernels.wgrad(x, fc2_input, offsets, of_fc2, accumulate=False, order=orders.fc2_wgrad)
+    dx, count, main = torch.empty_like(x), orders.fc1_dgrad, torch.empty_like(of_fc1.view, dtype=torch.float32)
+    main1 = Experts(main, table)
+    for grads, accumulate in ((of_fc1, False), (main1, False), (main1, True)):
+        ways: dict[str, Any] = {"accumulate": accumulate, "order": orders.fc1_wgrad}
+        kernels.fc1_backward(dact_input, x, of_fc1, offsets, dx, grads, count=count, **ways)
+        kernels.fc1_wgrad(dact_input, x, offsets, grads, **ways)
     return launches.count
 
 
@@ -211,6 +236,13 @@ PARTS: dict[str, list[tuple[Any, ...]]] = {
     ],
 }
 
+GLU = [
+    (torch.bfloat16, Gated(Gate.SWIGLU), USUAL),
+    (torch.bfloat16, Gated(Gate.SWIGLU), FEW),
+    (torch.bfloat16, Gated(Gate.SWIGLU, (), 32), MANY),
+    (torch.bfloat16, Gated(Gate.CLAMPED_QGEGLU, (7.0, 1.702, 1.0)), USUAL),
+    (torch.bfloat16, Gated(Gate.SITU_GLU, (4.0, 25.0)), USUAL),
+]
 FP8 = [(SquaredReLU(), USUAL), (SquaredReLU(clamp=2.0), USUAL), (SquaredReLU(), MANY)]
 QUANTIZED = {"fp8": compile_fp8, "blocks": compile_blocks}
 
@@ -222,3 +254,5 @@ if __name__ == "__main__":
                 print(activation, QUANTIZED[sys.argv[1]](activation, tokens), "launches")
         for part in PARTS.get(sys.argv[1], []):
             print(*part, compile_all(*part), "launches")
+        for part in GLU if sys.argv[1] == "glu" else []:
+            print(*part, compile_glu(*part), "launches")

@@ -3,11 +3,13 @@
 In: dense tensors. Out: dense tensors. Keeps true: split sizes never reach the host in an implementation for a GPU. Does
 not: save tensors, or know of ops.
 
-Shapes: T tokens, N experts, H hidden, F ffn. Weights of FC1 are (F, H), of FC2 (H, F).
+Shapes: T tokens, N experts, H hidden, F ffn. Weights of FC1 are (F, H), of FC2 (H, F). With a `Gated` activation those of
+FC1 are (2F, H), and ``act_input`` and its gradient (T, 2F), whose columns may lie in an order of the implementation's.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +26,31 @@ class SquaredReLU:
     """
 
     clamp: float | None = None
+
+
+class Gate(enum.Enum):
+    """Of a gated activation: Transformer Engine's ScaledSwiGLU, ScaledClampedQGeGLU and ScaledSiTUGLU."""
+
+    SWIGLU = "SwiGLU"
+    CLAMPED_QGEGLU = "ClampedQGeGLU"
+    SITU_GLU = "SiTUGLU"
+
+
+@dataclass(frozen=True)
+class Gated:
+    """``gate(a) * linear(b)`` of FC1's two halves a and b: its input has 2F columns.
+
+    Attributes:
+        gate: which. numbers: of the gate, as `te_offload.ops.arithmetic` takes them: none; limit, alpha and offset; or both
+            betas. interleave: columns of a block of each half, of which a's and b's alternate; 0: there is one of each.
+    """
+
+    gate: Gate
+    numbers: tuple[float, ...] = ()
+    interleave: int = 0
+
+
+Activation = SquaredReLU | Gated
 
 
 class TileCount(NamedTuple):
@@ -152,6 +179,18 @@ class Kernels(Protocol):
             order: used by no other launch; ``None``: clusters have their tiles from the start.
         """
 
+    def fc1_wgrad(
+        self,
+        dact_input: torch.Tensor,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        out: Any,
+        *,
+        accumulate: bool,
+        order: TileOrder | None = None,
+    ) -> None:
+        """`wgrad` of FC1's weights."""
+
     def fc1_backward(
         self,
         dact_input: torch.Tensor,
@@ -165,7 +204,7 @@ class Kernels(Protocol):
         order: TileOrder | None = None,
         count: TileCount | None = None,
     ) -> None:
-        """`fc1_dgrad` into dx and `wgrad` into dweights, in either order or at once."""
+        """`fc1_dgrad` into dx and `fc1_wgrad` into dweights, in either order or at once."""
 
     def bias_grads(
         self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor

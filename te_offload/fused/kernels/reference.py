@@ -7,10 +7,20 @@ kernels round it. Does not: keep the offsets from the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU, Tensors, TileCount, TileOrder
+from te_offload.fused.kernels.interface import (
+    Activation,
+    Counts,
+    Gate,
+    Gated,
+    Orders,
+    Tensors,
+    TileCount,
+    TileOrder,
+)
 from te_offload.ops import arithmetic
 
 
@@ -21,8 +31,8 @@ class ReferenceKernels:
         activation: between FC1 and FC2.
     """
 
-    def __init__(self, activation: SquaredReLU) -> None:
-        self._clamp = activation.clamp
+    def __init__(self, activation: Activation) -> None:
+        self._activation = activation
 
     def prepare(self, name: str, tensors: Tensors) -> Sequence[torch.Tensor]:
         """See `Kernels.prepare`."""
@@ -78,7 +88,7 @@ class ReferenceKernels:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Kernels.fc2_dgrad`. The gradient by fc2_input is not rounded in between, as in the kernel."""
         wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
-        dfc2_input = torch.empty(act_input.shape, dtype=wide, device=dy.device)
+        dfc2_input = torch.empty(dy.shape[0], weights[0].shape[1], dtype=wide, device=dy.device)
         dys = [rows.to(wide) for rows in _rows(dy, offsets)]
         arithmetic.grouped_dgrad(dys, [weight.to(wide) for weight in weights], _used(dfc2_input, offsets))
         self.clear(offsets, dfc2_input)
@@ -90,17 +100,23 @@ class ReferenceKernels:
         self, grad: torch.Tensor, x: torch.Tensor, scales: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients by the activation's input and by the router's scales."""
-        if self._clamp is None:
+        of = self._activation
+        if isinstance(of, Gated):
+            dx, dscales = arithmetic.scaled_dglu(grad, x, scales, _gate(of), of.interleave, need_scales=True)
+        elif of.clamp is None:
             dx, dscales = arithmetic.scaled_dsrelu(grad, x, scales, need_scales=True)
         else:
-            dx, dscales = arithmetic.scaled_dtanh_srelu(grad, x, scales, self._clamp, need_scales=True)
+            dx, dscales = arithmetic.scaled_dtanh_srelu(grad, x, scales, of.clamp, need_scales=True)
         assert dscales is not None
         return dx, dscales
 
     def _activate(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        if self._clamp is None:
+        of = self._activation
+        if isinstance(of, Gated):
+            return arithmetic.scaled_glu(x, scales, _gate(of), of.interleave)
+        if of.clamp is None:
             return arithmetic.scaled_srelu(x, scales)
-        return arithmetic.scaled_tanh_srelu(x, scales, self._clamp)
+        return arithmetic.scaled_tanh_srelu(x, scales, of.clamp)
 
     def fc1_dgrad(
         self,
@@ -127,6 +143,10 @@ class ReferenceKernels:
         """See `Kernels.wgrad`."""
         arithmetic.grouped_wgrad(_rows(x, offsets), _rows(dy, offsets), list(out), accumulate=accumulate)
 
+    def fc1_wgrad(self, *args: Any, **kwargs: Any) -> None:
+        """See `Kernels.fc1_wgrad`."""
+        self.wgrad(*args, **kwargs)
+
     def fc1_backward(
         self,
         dact_input: torch.Tensor,
@@ -142,7 +162,7 @@ class ReferenceKernels:
     ) -> None:
         """See `Kernels.fc1_backward`."""
         self.fc1_dgrad(dact_input, weights, offsets, dx)
-        self.wgrad(dact_input, x, offsets, dweights, accumulate=accumulate)
+        self.fc1_wgrad(dact_input, x, offsets, dweights, accumulate=accumulate)
 
     def bias_grads(
         self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
@@ -154,6 +174,14 @@ class ReferenceKernels:
             beyond = dy.shape[0] - dscales.shape[0]
             dscales = torch.cat([dscales, dscales.new_zeros(beyond)])
         return torch.stack(grads), dscales
+
+
+def _gate(of: Gated) -> arithmetic.Gate:
+    if of.gate is Gate.SWIGLU:
+        return arithmetic.swiglu_gate
+    if of.gate is Gate.CLAMPED_QGEGLU:
+        return arithmetic.clamped_qgeglu_gate(*of.numbers)
+    return arithmetic.situ_glu_gate(*of.numbers)
 
 
 def _used(tensor: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

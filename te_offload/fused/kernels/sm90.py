@@ -18,7 +18,7 @@ from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
 from te_offload.fused.kernels import sm90_compile, sm90_device
 from te_offload.fused.kernels.experts import Experts, ExpertsCache
-from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU, Tensors, TileCount, TileOrder
+from te_offload.fused.kernels.interface import Activation, Counts, Orders, Tensors, TileCount, TileOrder
 from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile
@@ -37,8 +37,9 @@ class Sm90Kernels:
         activation: between FC1 and FC2. tiles: which tile each product takes, as `tile_for`.
     """
 
-    def __init__(self, activation: SquaredReLU, tiles: Callable[..., Tile] = tile_for) -> None:
-        self._activation, self._tile_for = activation, tiles
+    def __init__(self, activation: Activation, tiles: Callable[..., Tile] = tile_for) -> None:
+        self._activation: Any = activation
+        self._tile_for = tiles
         self._experts = ExpertsCache()
         self._launch = Launches()
         self._functions: dict[Any, Any] = {}
@@ -176,6 +177,10 @@ class Sm90Kernels:
         kernel = sm90_device.AddingWgradGemm if accumulate else sm90_device.WgradGemm
         self._wgrad(kernel, dy, x, offsets, out, order)
 
+    def fc1_wgrad(self, *args: Any, **kwargs: Any) -> None:
+        """See `Kernels.fc1_wgrad`."""
+        self.wgrad(*args, **kwargs)
+
     def fc1_backward(
         self,
         dact_input: torch.Tensor,
@@ -217,10 +222,13 @@ class Sm90Kernels:
         values: dict[str, torch.Tensor],
         offsets: torch.Tensor,
         order: TileOrder | None = None,
+        pairs: int | None = None,
     ) -> None:
-        """``grads_i (+)= a_i @ b_i.T``, compiled when first needed. a (rows, T), b (columns, T); offsets: along T."""
+        """``grads_i (+)= a_i @ b_i.T``, compiled when first needed. a (rows, T), b (columns, T); offsets: along T. pairs:
+        as in `Launches`.
+        """
         ordered = order is not None
-        key = kernel, tile, ordered, a.dtype, b.dtype, grads.dtype
+        key = kernel, tile, ordered, a.dtype, b.dtype, grads.dtype, pairs
         found = self._functions.get(key)
         if found is None:
             cluster = tile.cluster_rows, tile.cluster_columns
@@ -233,6 +241,7 @@ class Sm90Kernels:
                     cluster,
                     pingpong=tile.pingpong,
                     ordered=ordered,
+                    pairs=pairs,
                 )
             clusters = get_max_active_clusters(cluster[0] * cluster[1])
             found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)

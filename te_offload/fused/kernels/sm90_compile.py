@@ -32,6 +32,7 @@ from te_offload.fused.kernels import (
     sm90_device,
     sm90_experts,
     sm90_fp8_device,
+    sm90_glu_device,
     sm90_order,
     sm90_sums,
 )
@@ -42,7 +43,7 @@ CAPABILITY = (9, 0)
 @functools.cache
 def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
-    gemms = sm90_experts, sm90_order, sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
+    gemms = sm90_experts, sm90_order, sm90_device, sm90_glu_device, sm90_fp8_device, sm90_block_device, sm90_sums
     modules = *gemms, rows_device, block_device, sys.modules[__name__]
     sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
@@ -57,8 +58,10 @@ def compiled_wgrad(
     *,
     pingpong: bool,
     ordered: bool,
+    pairs: int | None = None,
 ) -> Any:
-    """The wgrad kernel ``name`` of `sm90_device`, or of `sm90_fp8_device` or `sm90_block_device` for operands of 8 bits.
+    """The wgrad kernel ``name`` of `sm90_device`, or of `sm90_fp8_device` or `sm90_block_device` for operands of 8 bits, or
+    of `sm90_glu_device` with ``pairs``, its ``te_offload_interleave``.
 
     Args:
         dtypes: of A and B. tile: rows, columns, and how many tokens are loaded at once, if not QuACK's. ordered: the
@@ -71,7 +74,7 @@ def compiled_wgrad(
     """
     a, b = [torch2cute_dtype_map[dtype] for dtype in dtypes]
     out = torch2cute_dtype_map[out_dtype]
-    return _compile_expert_wgrad(name, a, b, out, tile, cluster, pingpong, ordered, source_key())
+    return _compile_expert_wgrad(name, a, b, out, tile, cluster, pingpong, ordered, pairs, source_key())
 
 
 @jit_cache  # type: ignore[untyped-decorator]
@@ -84,12 +87,18 @@ def _compile_expert_wgrad(
     cluster: Any,
     pingpong: bool,
     ordered: bool,
+    pairs: int | None,
     _source: str,
 ) -> Any:
     is_fp8 = a_dtype.width == 8
     by_block = hasattr(sm90_block_device, name)
-    module: Any = sm90_block_device if by_block else sm90_fp8_device if is_fp8 else sm90_device
+    dense = sm90_device if pairs is None else sm90_glu_device
+    module: Any = sm90_block_device if by_block else sm90_fp8_device if is_fp8 else dense
     kernel = getattr(module, name)
+
+    def in_pairs(gemm: Any) -> None:
+        gemm.te_offload_interleave = pairs
+
     majors = ("k", "k") if is_fp8 else ("m", "n")
     a, b, d, c, _, columns, k, _ = make_fake_gemm_tensors(
         a_dtype, b_dtype, out_dtype, None, *majors, "n", None, varlen_k=True
@@ -116,6 +125,7 @@ def _compile_expert_wgrad(
         kernel.EpilogueArguments(**values),
         make_fake_scheduler_args(ordered, ordered, cute.sym_int()),
         make_fake_varlen_args(False, True, False, k),
+        post_init=None if pairs is None else in_pairs,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from quack.cute_dsl_utils import torch2cute_dtype_map
 from quack.gemm_runtime.host import GemmEpiPlan, build_gemm_epi_plan, run_gemm_epi_plan
 
 from te_offload.fused.kernels import sm90_compile
@@ -66,6 +67,8 @@ class Launches:
         count: TileCount | None = None,
         *,
         transposed: bool = False,
+        pairs: int | None = None,
+        packed: bool = False,
     ) -> None:
         """Launch ``d = epilogue(a @ b.T, c)``, or ``a @ b`` if transposed; a kernel is compiled, or found on disk, when it
         is first needed.
@@ -73,13 +76,19 @@ class Launches:
         Args:
             a: (T, K). b: (J, columns, K), or (J, K, columns) if transposed, through the table in ``values``.
             d, c: (T, columns). offsets: (N + 1,) int32. count: ``None``: clusters have their tiles from the start.
+            pairs: of a kernel of `sm90_glu_device`, its ``te_offload_interleave``. packed: d and c are (T, columns, 2).
         """
         if not a.shape[0]:
             return
         dtypes = a.dtype, b.dtype, d.dtype, *(getattr(value, "dtype", None) for value in values.values())
-        key = kernel, tile, transposed, count is None, dtypes
+        key = kernel, tile, transposed, count is None, dtypes, pairs
         plan = self._plans.get(key)
         if plan is None:
+            attributes: dict[str, Any] = {"te_offload_source": sm90_compile.source_key()}
+            if pairs is not None:
+                attributes["te_offload_interleave"] = pairs
+            if packed:
+                attributes["implicit_dtype"] = torch2cute_dtype_map[d.dtype]
             with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
                 plan = self._plans[key] = build_gemm_epi_plan(
                     kernel,
@@ -99,6 +108,7 @@ class Launches:
                     max_swizzle_size=SWIZZLE,
                     varlen_m=True,
                     b_kn=transposed,
-                    post_init_attrs=(("te_offload_source", sm90_compile.source_key()),),
+                    post_init_attrs=tuple(attributes.items()),
+                    packed_cd="n" if packed else None,
                 )
         run_gemm_epi_plan(plan, a, b, d, c, values, cu_seqlens_m=offsets, tile_count_semaphore=count)

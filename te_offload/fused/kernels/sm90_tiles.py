@@ -107,6 +107,8 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
         (_WGRAD_BESIDE, 1.02),
     ),
     ("wgrad", Regime.MANY): ((_WGRAD_ABOVE, 1.0), (_WGRAD_BESIDE, 1.03), (_WGRAD, 1.25)),
+    ("glu", Regime.USUAL): ((Tile(128, 192, 1, 1, pingpong=True), 1.0), (Tile(128, 160, 1, 1, pingpong=True), 1.04)),
+    ("dglu", Regime.USUAL): ((Tile(128, 128, 1, 1, pingpong=True), 1.0),),
     ("fp8 fast", Regime.USUAL): (
         (Tile(128, 208, 1, 2, pingpong=True), 1.0),
         (Tile(128, 208, 1, 1, pingpong=True), 1.01),
@@ -141,7 +143,8 @@ def tile_for(product: str, regime: Regime, rows: int | None, columns: int, depth
 
     Args:
         product: ``"fc1"``: FC1 with its activation; ``"fc2"``; ``"dact"``: FC2's dgrad with the activation's;
-            ``"dgrad"``: FC1's; ``"wgrad"``. In FP8 with sums in the tensor cores ``"fp8 fast"``: FC1, FC2 and FC1's dgrad,
+            ``"dgrad"``: FC1's; ``"wgrad"``. ``"glu"`` and ``"dglu"``: for ``"fc1"`` and ``"dact"`` with a gated
+            activation. In FP8 with sums in the tensor cores ``"fp8 fast"``: FC1, FC2 and FC1's dgrad,
             ``"fp8 fast dact"`` and ``"fp8 fast wgrad"``; with sums in float32 the same with ``split`` for ``fast``; by
             blocks ``"blocks"``: all by row, and ``"blocks wgrad"``.
         regime: of the tokens an expert.

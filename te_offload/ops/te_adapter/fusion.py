@@ -183,6 +183,12 @@ def fused_unary_activations() -> tuple[type[Any], ...]:
     return (te.ops.ScaledSReLU, te.ops.ScaledTanhSReLU) if tanh_srelu_supported() else (te.ops.ScaledSReLU,)
 
 
+def clamped_numbers(op: Any) -> tuple[float, float, float]:
+    """Limit, alpha and offset of a ScaledClampedQGeGLU."""
+    clamped = op._clamped
+    return clamped.limit, clamped.alpha, clamped.glu_linear_offset
+
+
 def fused_glu_activations() -> tuple[type[Any], ...]:
     """The gated activations that the Blackwell fused op has kernels for here; the rules of TE's `fuse_glu_ops`."""
     major, minor = torch.cuda.get_device_capability()

@@ -1,0 +1,96 @@
+"""The kernels of gated activations on a Hopper GPU, one by one: what each makes of what the one before has made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_offload.fused.kernels.interface import Gate, Gated
+from te_offload.fused.kernels.reference import ReferenceKernels
+from tests.support.mlp import seeded
+from tests.support.tolerances import assert_close_to_fp64
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, FFN = 256, 416  # of which no tile is a divisor
+SPLITS = (16, 301, 0, 148)
+ACTIVATIONS = {
+    "SwiGLU": Gated(Gate.SWIGLU),
+    "SwiGLU, interleaved": Gated(Gate.SWIGLU, (), 32),
+    "clamped QGeGLU": Gated(Gate.CLAMPED_QGEGLU, (0.75, 1.702, 1.0)),
+    "SiTUGLU, interleaved": Gated(Gate.SITU_GLU, (4.0, 25.0), 16),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper() -> None:
+    pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels are Hopper's (compute capability 9.0)")
+
+
+class Case:
+    """Tensors of one step, in bf16 on the GPU."""
+
+    def __init__(self) -> None:
+        def made(*shape: int, seed: int) -> torch.Tensor:
+            return seeded(shape, seed, device="cuda", dtype=torch.bfloat16)
+
+        experts, tokens = len(SPLITS), sum(SPLITS)
+        self.sizes = torch.tensor(SPLITS, device="cuda")
+        self.x, self.dy = made(tokens, HIDDEN, seed=1), made(tokens, HIDDEN, seed=2)
+        self.scales = seeded((tokens,), 3, device="cuda").abs()
+        self.w1 = made(experts, 2 * FFN, HIDDEN, seed=4) * HIDDEN**-0.5
+        self.w2 = made(experts, HIDDEN, FFN, seed=5) * FFN**-0.5
+
+
+def kernels_of(activation: Gated) -> Any:
+    from te_offload.fused.kernels.sm90_glu import Sm90GluKernels
+
+    return Sm90GluKernels(activation)
+
+
+def halves(pairs: torch.Tensor, interleave: int) -> torch.Tensor:
+    """Pairs of columns in Transformer Engine's order."""
+    a, b = pairs.view(pairs.shape[0], -1, 2).unbind(2)
+    if not interleave:
+        return torch.cat([a, b], 1)
+    return torch.stack([a.unflatten(1, (-1, interleave)), b.unflatten(1, (-1, interleave))], 2).flatten(1)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_every_product_is_near_fp64_from_the_same_bits(activation: Gated) -> None:
+    case, kernels, reference = Case(), kernels_of(activation), ReferenceKernels(activation)
+    w1, w2 = kernels.prepare("w1", case.w1), kernels.prepare("w2", case.w2)
+    y, dx = torch.empty_like(case.x), torch.empty_like(case.x)
+    offsets, counts = kernels.offsets(case.sizes, y)
+    act_input, fc2_input = kernels.fc1(case.x, w1, None, case.scales, offsets, counts.fc1)
+    ordered = halves(act_input, activation.interleave)
+    wide = [one.double().cpu() for one in (case.x, case.dy, case.scales, case.w1, case.w2, ordered)]
+    x, dy, scales, wide1, wide2, rounded = wide
+    on_cpu = offsets.cpu()
+    expected, _ = reference.fc1(x, list(wide1), None, scales, on_cpu)
+    assert_close_to_fp64(ordered, expected, torch.bfloat16, "act_input")
+    assert_close_to_fp64(fc2_input, reference._activate(rounded, scales), torch.bfloat16, "fc2_input")
+
+    dact, rebuilt, dscales, orders = kernels.fc2_dgrad(case.dy, w2, act_input, case.scales, offsets)
+    assert torch.equal(rebuilt, fc2_input), "the backward's bits are the forward's"
+    expected, _, expected_scales, _ = reference.fc2_dgrad(dy, list(wide2), rounded, scales, on_cpu)
+    in_order = halves(dact, activation.interleave)
+    assert_close_to_fp64(in_order, expected, torch.bfloat16, "gradient of act_input")
+    assert_close_to_fp64(dscales, expected_scales, torch.bfloat16, "gradient of the scales")
+
+    dw1, dw2 = torch.empty_like(case.w1), torch.full_like(case.w1, float("nan"))
+    grads = [kernels.prepare(name, one) for name, one in (("dw1", dw1), ("again", dw2))]
+    ways = {"accumulate": False, "order": orders.fc1_wgrad}
+    kernels.fc1_backward(dact, case.x, w1, offsets, dx, grads[0], count=orders.fc1_dgrad, **ways)
+    kernels.fc1_wgrad(dact, case.x, offsets, grads[1], accumulate=False)
+    assert torch.equal(dw1, dw2), "beside the dgrad or by itself"
+    wide_dact = in_order.double().cpu()
+    expected_dx, expected_dw1 = torch.empty_like(x), torch.zeros_like(wide1)
+    reference.fc1_dgrad(wide_dact, list(wide1), on_cpu, expected_dx)
+    reference.fc1_wgrad(wide_dact, x, on_cpu, list(expected_dw1), accumulate=False)
+    assert_close_to_fp64(dx, expected_dx, torch.bfloat16, "gradient of the input")
+    assert_close_to_fp64(dw1, expected_dw1, torch.bfloat16, "gradient of FC1's weights")
