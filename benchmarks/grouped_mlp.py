@@ -2,6 +2,7 @@
 
     ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew last|first] [--rounds 20]
                                  [--calls 4] [--json FILE] [--single-grouped-weight] [--recipe fp8|fp8-delayed|fp8-block]
+                                 [--activation srelu|swiglu]
 
 All ways run in one process with the same weights and inputs, interleaved, column by column, shuffled anew each time: what
 runs before a way decides the card's clock, and an eager way that waits for the host lets it rest. Each number is the median
@@ -37,8 +38,9 @@ import transformer_engine.pytorch as te
 from te_offload import ops
 from te_offload.demo.recipes import RECIPES
 from te_offload.fused import hopper
-from te_offload.fused.kernels import sm90, sm90_launch, sm90_tiles
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.activations import GLU_SWITCH
+from te_offload.fused.kernels import sm90, sm90_glu, sm90_launch, sm90_tiles
+from te_offload.fused.kernels.interface import Gate, Gated, SquaredReLU
 from te_offload.ops import te_adapter
 from te_offload.units import format_bytes
 
@@ -53,29 +55,32 @@ class Case:
 
     Args:
         experts, hidden, ffn, tokens: the shape. skew: see `split`.
-        single: each op has one grouped weight, not one an expert.
+        single: each op has one grouped weight, not one an expert. gated: SwiGLU, else squared ReLU.
     """
 
-    def __init__(self, experts: int, hidden: int, ffn: int, tokens: int, *, skew: str | None, single: bool) -> None:
+    def __init__(
+        self, experts: int, hidden: int, ffn: int, tokens: int, *, skew: str | None, single: bool, gated: bool = False
+    ) -> None:
         torch.manual_seed(0)
         size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
         if single:
             size["single_grouped_weight"] = True
-        self.tokens, self.hidden, self.ffn = tokens, hidden, ffn
+        self.tokens, self.hidden, self.ffn, self.gated = tokens, hidden, ffn, gated
+        wide = 2 * ffn if gated else ffn
         self.fused = te.ops.Sequential(
-            ops.GroupedLinear(experts, hidden, ffn, **size),
-            ops.ScaledSReLU(),
+            ops.GroupedLinear(experts, hidden, wide, **size),
+            ops.ScaledSwiGLU() if gated else ops.ScaledSReLU(),
             ops.GroupedLinear(experts, ffn, hidden, **size),
         )
         self.plain = te.ops.Sequential(
-            te.ops.GroupedLinear(experts, hidden, ffn, **size),
-            te.ops.ScaledSReLU(),
+            te.ops.GroupedLinear(experts, hidden, wide, **size),
+            te.ops.ScaledSwiGLU() if gated else te.ops.ScaledSReLU(),
             te.ops.GroupedLinear(experts, ffn, hidden, **size),
         )
         if not single:
             for ours, theirs in zip(self.fused.parameters(), self.plain.parameters(), strict=True):
                 theirs.data = ours.data
-        shapes = (experts, ffn, hidden), (experts, hidden, ffn)
+        shapes = (experts, wide, hidden), (experts, hidden, ffn)
         packed = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(shape[2] ** -0.5) for shape in shapes]
         self.weights1, self.weights2 = (list(weights.unbind(0)) for weights in packed)
         self.x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -84,7 +89,7 @@ class Case:
         self.sizes = torch.tensor(split(experts, tokens, skew=skew), device="cuda")
         self.even = torch.tensor(split(experts, tokens, skew=None), device="cuda") if skew else None
         self._packed = [weights.requires_grad_() for weights in packed]
-        self._kernels = sm90.Sm90Kernels(SquaredReLU())
+        self._kernels = sm90_glu.Sm90GluKernels(Gated(Gate.SWIGLU)) if gated else sm90.Sm90Kernels(SquaredReLU())
 
     def forward_of(self, module: torch.nn.Module, sizes: torch.Tensor | None = None) -> Step:
         """A forward with what autograd needs; ``sizes``: other ones than the case's."""
@@ -108,7 +113,12 @@ class Case:
         """The grouped GEMM of torch, with packed weights."""
         ends = self.sizes.cumsum(0, dtype=torch.int32)
         act = torch._grouped_mm(self.x, self._packed[0].mT, offs=ends)
-        act = (torch.relu(act).square() * self.scales[:, None]).to(torch.bfloat16)
+        if self.gated:
+            gate, linear = act.chunk(2, 1)
+            act = torch.nn.functional.silu(gate) * linear
+        else:
+            act = torch.relu(act).square()
+        act = (act * self.scales[:, None]).to(torch.bfloat16)
         output: torch.Tensor = torch._grouped_mm(act, self._packed[1].mT, offs=ends)
         return output
 
@@ -127,7 +137,7 @@ class Case:
         kernels.wgrad(
             self.dy, fc2_input, offsets, kernels.prepare("dw2", dw2), accumulate=False, order=orders.fc2_wgrad
         )
-        dx, dw1 = torch.empty_like(x), x.new_empty(len(self.weights1), self.ffn, self.hidden)
+        dx, dw1 = torch.empty_like(x), torch.empty_like(self._packed[0])
         weights, dweights = kernels.prepare("fc1", self.weights1), kernels.prepare("dw1", dw1)
         order, count = orders.fc1_wgrad, orders.fc1_dgrad
         kernels.fc1_backward(dact, x, weights, offsets, dx, dweights, accumulate=False, order=order, count=count)
@@ -150,7 +160,7 @@ class Case:
         dact, fc2_input, *_ = self._kernels.fc2_dgrad(
             dy, self._kernels.prepare("fc2", self.weights2), act_input, self.scales.detach(), offsets
         )
-        y, dx, spare, dw1, dw2 = (torch.empty_like(t) for t in (x, x, act_input, w1, w2))
+        y, dx, spare, dw1, dw2 = (torch.empty_like(t) for t in (x, x, fc2_input, w1, w2))
         regime = sm90_tiles.Regime.of(x.shape[0], len(w1))
         by_rows = [(x, w1, act_input, "fc1"), (fc2_input, w2, y, "fc2")]
         by_rows += [(dy, w2.mT, spare, "dact"), (dact, w1.mT, dx, "dgrad")]
@@ -309,8 +319,12 @@ def main() -> None:
     parser.add_argument(
         "--recipe", choices=("fp8", "fp8-delayed", "fp8-block"), help="quantize, with the demo's recipe of that name"
     )
+    parser.add_argument("--activation", choices=("srelu", "swiglu"), default="srelu", help="in bf16")
     arguments = parser.parse_args()
-    os.environ |= {hopper.SWITCH: "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
+    gated = arguments.activation == "swiglu"
+    if gated and arguments.recipe:
+        parser.error("--activation swiglu goes without --recipe.")
+    os.environ |= {hopper.SWITCH: "1", GLU_SWITCH: "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
     single = arguments.single_grouped_weight
     size = arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens
     floor: dict[str, float] = {}
@@ -325,7 +339,7 @@ def main() -> None:
         floor = {} if quantized.by_blocks else quantized.floor(milliseconds)
         offloaded = quantized.offloaded()
     else:
-        ways = dense_ways(Case(*size, skew=arguments.skew, single=single))
+        ways = dense_ways(Case(*size, skew=arguments.skew, single=single, gated=gated))
     failures = {}
     for name, steps in list(ways.items()):
         try:
@@ -347,7 +361,7 @@ def main() -> None:
     number = te_adapter.cublaslt_version()
     shape = f"E{arguments.experts} H{arguments.hidden} F{arguments.ffn} T{arguments.tokens}"
     skewed = f", skewed routing, the {arguments.skew} expert takes half" if arguments.skew else ""
-    skewed += ", one grouped weight" if single else ""
+    skewed += (", one grouped weight" if single else "") + (", SwiGLU" if gated else "")
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}"
     )
@@ -366,11 +380,12 @@ def main() -> None:
     if arguments.json:
         rows = [{"way": name, "kind": kind, "ms": value} for (name, kind), value in medians.items()]
         result = {
-            "schema": "1.0",
+            "schema": "1.1",
             "shape": shape,
             "calls": arguments.calls,
             "skew": arguments.skew,
             "single": single,
+            "activation": arguments.activation,
             "recipe": arguments.recipe,
             "floor": floor,
             "offloaded": offloaded,

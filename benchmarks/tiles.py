@@ -2,6 +2,7 @@
 
     ./run benchmarks.tiles wgrad 192t/32 192t 160t@2x1 [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--json FILE]
     ./run benchmarks.tiles dgrad :start 192t@2x1 fc2=208t@2x1,dgrad=192t@2x1
+    ./run benchmarks.tiles dact 160t 192t --activation swiglu
 
 The product is ``fc1`` (with its activation), ``fc2``, ``dact`` (FC2's dgrad with the activation's and the sums after it),
 ``dgrad`` (FC1's), ``fc1_wgrad``, ``fc2_wgrad`` or ``wgrad`` (both); alone, it is timed with what sets its count to zero. A
@@ -31,13 +32,14 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.grouped_mlp import Step, captured, milliseconds, split
-from te_offload.fused.kernels import sm90, sm90_tiles
-from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU
+from te_offload.fused.kernels import sm90, sm90_glu, sm90_tiles
+from te_offload.fused.kernels.interface import Counts, Gate, Gated, Orders, SquaredReLU
 from te_offload.fused.kernels.sm90_launch import Tile
 
 IN_USE = "in use"
 PRODUCTS = ("fc1", "fc2", "dact", "wgrad", "fc1_wgrad", "fc2_wgrad", "dgrad")
 REST_S = 0.02
+_GATED = {"glu": "fc1", "dglu": "dact"}  # what `sm90_tiles` calls these with a gated activation
 FROM_START = ":start"
 _SPEC = re.compile(r"(?P<columns>\d+)(?P<turns>t?)(/(?P<per_stage>\d+))?(@(?P<above>\d)x(?P<beside>\d))?")
 
@@ -97,13 +99,17 @@ class Products:
 
     def __init__(self, case: Case, way: Way) -> None:
         def tile_for(name: str, regime: sm90_tiles.Regime, rows: int | None, columns: int, depth: int = 0) -> Tile:
-            choice = way.get(name, Choice())
+            choice = way.get(_GATED.get(name, name), Choice())
             if name == "wgrad":  # by its columns, which are FC1's or FC2's input's
                 choice = way.get("fc1_wgrad" if columns == case.x.shape[1] else "fc2_wgrad", choice)
             return choice.tile or sm90_tiles.tile_for(name, regime, rows, columns, depth)
 
         self._from_start = {name for name, choice in way.items() if choice.from_start}
-        self._case, self._kernels = case, sm90.Sm90Kernels(SquaredReLU(), tile_for)
+        self._case = case
+        if case.gated:
+            self._kernels: sm90.Sm90Kernels = sm90_glu.Sm90GluKernels(Gated(Gate.SWIGLU), tile_for)
+        else:
+            self._kernels = sm90.Sm90Kernels(SquaredReLU(), tile_for)
         self._experts = {name: self._kernels.prepare(name, tensors) for name, tensors in case.experts.items()}
         self._offsets, _ = self._kernels.offsets(case.sizes, case.y)  # a graph's own hold nothing before it has run
         self._parts = torch.zeros(case.x.shape[0], 8, device=case.x.device)
@@ -173,7 +179,7 @@ class Products:
 
     def _fc1_wgrad(self, orders: Orders) -> None:
         x, out, order = self._case.x, self._experts["dw1"], orders.fc1_wgrad
-        self._kernels.wgrad(self._dact, x, self._offsets, out, accumulate=False, order=order)
+        self._kernels.fc1_wgrad(self._dact, x, self._offsets, out, accumulate=False, order=order)
 
     def _fc2_wgrad(self, orders: Orders) -> None:
         dy, out, order = self._case.dy, self._experts["dw2"], orders.fc2_wgrad
@@ -199,11 +205,13 @@ class Case:
     """Weights, inputs and room for the results; each weight has memory of its own.
 
     Args:
-        sizes: tokens of each expert.
+        sizes: tokens of each expert. gated: with SwiGLU, else squared ReLU.
     """
 
-    def __init__(self, hidden: int, ffn: int, sizes: list[int], device: str = "cuda") -> None:
+    def __init__(self, hidden: int, ffn: int, sizes: list[int], device: str = "cuda", *, gated: bool = False) -> None:
         torch.manual_seed(0)
+        self.gated = gated
+        wide = 2 * ffn if gated else ffn
         made = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
         experts, tokens = len(sizes), sum(sizes)
         self.x, self.dy = made(tokens, hidden), made(tokens, hidden)
@@ -211,9 +219,9 @@ class Case:
         self.scales = torch.rand(tokens, device=device)
         self.sizes = torch.tensor(sizes, device=device)
         self.experts: dict[str, Any] = {
-            "w1": [made(ffn, hidden) * hidden**-0.5 for _ in range(experts)],
+            "w1": [made(wide, hidden) * hidden**-0.5 for _ in range(experts)],
             "w2": [made(hidden, ffn) * ffn**-0.5 for _ in range(experts)],
-            "dw1": self.x.new_empty(experts, ffn, hidden),
+            "dw1": self.x.new_empty(experts, wide, hidden),
             "dw2": self.x.new_empty(experts, hidden, ffn),
         }
 
@@ -253,8 +261,10 @@ def main() -> None:
     parser.add_argument("ways", nargs="+", metavar="WAY")
     for name, value in (("experts", 64), ("hidden", 2048), ("ffn", 1408), ("tokens", 32768), ("rounds", 12)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--activation", choices=("srelu", "swiglu"), default="srelu")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
+    gated = arguments.activation == "swiglu"
     experts, tokens = arguments.experts, arguments.tokens
     ways: dict[str, Way] = {IN_USE: {}}
     for text in arguments.ways:
@@ -268,13 +278,14 @@ def main() -> None:
         )
     print(
         f"{torch.cuda.get_device_name()}; {arguments.product}; E{experts} H{arguments.hidden} F{arguments.ffn} T{tokens}"
+        f"{' SwiGLU' if gated else ''}"
     )
     found: dict[str, Any] = {}
     for routing, sizes in (
         ("even", split(experts, tokens, skew=None)),
         ("random", random_split(experts, tokens)),
     ):
-        case = Case(arguments.hidden, arguments.ffn, sizes)
+        case = Case(arguments.hidden, arguments.ffn, sizes, gated=gated)
         rows = found[routing] = compare(case, arguments.product, ways, arguments.rounds)
         print(f"\n| {routing} routing | alone, hot | cool | step, hot | cool | same bits |\n|---|---|---|---|---|---|")
         for label, row in rows.items():

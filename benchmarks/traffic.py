@@ -110,7 +110,8 @@ def run_step(shape: dict[str, int]) -> None:
     from te_offload.fused import hopper
 
     os.environ |= {hopper.SWITCH: "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
-    case = Case(**shape, skew=None, single=False)
+    size = [shape[name] for name in ("experts", "hidden", "ffn", "tokens")]
+    case = Case(*size, skew=None, single=False)
     ways = [case.bare, case.step_of(case.plain), case.quack()["step"]]
     for _ in range(2):
         for way in ways:

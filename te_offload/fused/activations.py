@@ -46,8 +46,6 @@ def reason_against(window: Any, *, quantizes: bool, reference: bool) -> str | No
         return f"its activation is {name}, which runs fused without a recipe alone"
     if not reference and os.environ.get(GLU_SWITCH) != "1":
         return f"its activation is {name}, whose kernels have not been seen on a card yet; {GLU_SWITCH}=1 takes it"
-    if window.fc1.has_bias:
-        return f"its activation is {name}, and FC1 has a bias, which its kernels do not add"
     columns, block = window.fc1.out_features, 2 * (window.activation.glu_interleave_size or 1)
     if columns % block:
         return f"FC1 gives {columns} columns, which are not a multiple of {block} (2 x glu_interleave_size)"

@@ -28,11 +28,17 @@ def wide_scales(scales: torch.Tensor) -> torch.Tensor:
 def bias_grads(
     op: Any, kernels: Kernels, dy: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of the biases and of their scales, where there are any."""
+    """Of FC2's biases and of their scales, where there are any."""
     bias = parameters.bias(op, dy.dtype)
     if bias is None:
         return None, None
     return kernels.bias_grads(dy, bias, None if bias_scales is None else wide_scales(bias_scales), offsets)
+
+
+def fc1_bias_grads(op: Any, kernels: Kernels, dact_input: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
+    """Of FC1's biases, where there are any."""
+    bias = parameters.bias(op, dact_input.dtype)
+    return None if bias is None else kernels.fc1_bias_grads(dact_input, bias, offsets)
 
 
 def weight_grads(

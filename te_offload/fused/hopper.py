@@ -23,7 +23,7 @@ import transformer_engine.pytorch as te
 from te_offload.errors import ArgumentError, SavedTensorModifiedError
 from te_offload.fused import activations, blackwell, machine, parameters, quantized
 from te_offload.fused.calls import calls_of
-from te_offload.fused.grads import bias_grads, weight_grads, wide_scales
+from te_offload.fused.grads import bias_grads, fc1_bias_grads, weight_grads, wide_scales
 from te_offload.fused.judge import SWITCH as SWITCH
 from te_offload.fused.judge import Judged, in_torch_arithmetic, judge, weight_of
 from te_offload.fused.kernels.experts import TMA_BYTES
@@ -379,7 +379,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         else:
             multiply = functools.partial(kernels.fc1_wgrad, dact_input, x, offsets1, order=orders.fc1_wgrad)
         grads1 = weight_grads("FC1", fc1, ctx1, kernels, dact_input, multiply, together=together1)
-        dbias1, _ = bias_grads(fc1, kernels, dact_input, None, offsets1)
+        dbias1 = fc1_bias_grads(fc1, kernels, dact_input, offsets1)
         params = [
             parameters.in_order(fc1, grads1, dbias1, together=together1),
             [],

@@ -29,7 +29,7 @@ def test_window_that_is_taken_is_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(hopper.SWITCH, "reference")
     found = windows("--bias")
     assert found["ScaledSReLU", "none"] == {"activation": "ScaledSReLU", "recipe": "none", "ok": True, "reason": ""}
-    assert "its activation is ScaledSwiGLU, and FC1 has a bias" in found["ScaledSwiGLU", "none"]["reason"]
+    assert found["ScaledSwiGLU", "none"]["ok"]
 
 
 def test_widths_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

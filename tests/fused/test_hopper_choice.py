@@ -65,7 +65,7 @@ def test_a_call_of_a_gated_window_under_a_recipe_goes_op_by_op(monkeypatch: pyte
 
 
 def test_report_says_how_grouped_mlps_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused, glu, idle = mlp(), mlp(activation="swiglu", fc1={"bias": True}), mlp()
+    fused, glu, idle = mlp(), mlp(activation="swiglu", ffn=20), mlp()
     with OffloadSession([fused, glu, idle], min_bytes=0) as session, session.step():
         for module in (fused, glu):
             run(module, SPLITS)
@@ -77,7 +77,7 @@ def test_report_says_how_grouped_mlps_ran(monkeypatch: pytest.MonkeyPatch) -> No
     text = session.report()
     assert "Grouped MLPs that ran fused: 0 of 3." in text
     assert "layer0/0: 1 of 3 forwards op by op: a gradient is needed by some of its ops alone" in text
-    assert re.search(r"layer1/0: op by op: Blackwell: \S.*; Hopper: its activation is ScaledSwiGLU", text)
+    assert re.search(r"layer1/0: op by op: Blackwell: \S.*; Hopper: FC2 is 20 x 16, which", text)
     assert "layer2/0: op by op: it has not run" in text
 
 

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is not installed here")
 
 from benchmarks import tiles
-from te_offload.fused.kernels import sm90, sm90_tiles
+from te_offload.fused.kernels import sm90, sm90_glu, sm90_tiles
 from te_offload.fused.kernels.interface import Counts, Orders, SquaredReLU, TileCount, TileOrder
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.sm90_launch import Tile
@@ -121,6 +121,25 @@ def test_one_product_takes_other_tiles_and_all_is_timed_alone_and_as_a_step(
     assert {"fc1", "fc1_wgrad", "fc2_wgrad"} <= AskedKernels.asked.keys()
     for name, columns in AskedKernels.asked.items():
         assert (48 in columns) == (name in (product, f"fc1_{product}", f"fc2_{product}"))
+
+
+def test_a_step_with_swiglu_takes_the_tiles_named_for_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    AskedKernels.asked, AskedKernels.counted = {}, set()
+
+    class GatedKernels(AskedKernels):
+        def fc1(self, *args: Any) -> Any:
+            self._ask("glu")
+            return super().fc1(*args)
+
+        def fc2_dgrad(self, *args: Any) -> Any:
+            self._ask("dglu")
+            return super().fc2_dgrad(*args)
+
+    monkeypatch.setattr(sm90_glu, "Sm90GluKernels", GatedKernels)
+    case = tiles.Case(HIDDEN, FFN, [5, 0, 7, 4], device="cpu", gated=True)
+    results = tiles.Products(case, tiles.parse_way("48,dact=96", "fc1")).step()
+    assert AskedKernels.asked["glu"] == {48} and AskedKernels.asked["dglu"] == {96}
+    assert results[2].shape == (4, 2 * FFN, HIDDEN) and all(result.isfinite().all() for result in results)
 
 
 def test_tiles_from_the_start_are_counted_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from te_offload.fused.kernels.interface import Gate, Gated
+from te_offload.fused.kernels.pairs import to_halves
 from te_offload.fused.kernels.reference import ReferenceKernels
 from tests.support.mlp import seeded
 from tests.support.tolerances import assert_close_to_fp64
@@ -52,14 +53,6 @@ def kernels_of(activation: Gated) -> Any:
     return Sm90GluKernels(activation)
 
 
-def halves(pairs: torch.Tensor, interleave: int) -> torch.Tensor:
-    """Pairs of columns in Transformer Engine's order."""
-    a, b = pairs.view(pairs.shape[0], -1, 2).unbind(2)
-    if not interleave:
-        return torch.cat([a, b], 1)
-    return torch.stack([a.unflatten(1, (-1, interleave)), b.unflatten(1, (-1, interleave))], 2).flatten(1)
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_every_product_is_near_fp64_from_the_same_bits(activation: Gated) -> None:
     case, kernels, reference = Case(), kernels_of(activation), ReferenceKernels(activation)
@@ -67,7 +60,7 @@ def test_every_product_is_near_fp64_from_the_same_bits(activation: Gated) -> Non
     y, dx = torch.empty_like(case.x), torch.empty_like(case.x)
     offsets, counts = kernels.offsets(case.sizes, y)
     act_input, fc2_input = kernels.fc1(case.x, w1, None, case.scales, offsets, counts.fc1)
-    ordered = halves(act_input, activation.interleave)
+    ordered = to_halves(act_input, activation.interleave)
     wide = [one.double().cpu() for one in (case.x, case.dy, case.scales, case.w1, case.w2, ordered)]
     x, dy, scales, wide1, wide2, rounded = wide
     on_cpu = offsets.cpu()
@@ -78,7 +71,7 @@ def test_every_product_is_near_fp64_from_the_same_bits(activation: Gated) -> Non
     dact, rebuilt, dscales, orders = kernels.fc2_dgrad(case.dy, w2, act_input, case.scales, offsets)
     assert torch.equal(rebuilt, fc2_input), "the backward's bits are the forward's"
     expected, _, expected_scales, _ = reference.fc2_dgrad(dy, list(wide2), rounded, scales, on_cpu)
-    in_order = halves(dact, activation.interleave)
+    in_order = to_halves(dact, activation.interleave)
     assert_close_to_fp64(in_order, expected, torch.bfloat16, "gradient of act_input")
     assert_close_to_fp64(dscales, expected_scales, torch.bfloat16, "gradient of the scales")
 

@@ -99,7 +99,8 @@ def compile_glu(dtype: torch.dtype, activation: Gated, tokens: int) -> int:
         Experts(empty(EXPERTS, *shape, dtype=dtype), table) for shape in ((2 * FFN, HIDDEN), (HIDDEN, FFN))
     ]
     x, scales = empty(tokens, HIDDEN, dtype=dtype), empty(tokens, dtype=torch.float32)
-    act_input, fc2_input = kernels.fc1(x, of_fc1, None, scales, offsets, counts.fc1)
+    for bias in (empty(EXPERTS, 2 * FFN, dtype=dtype), None):
+        act_input, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets, counts.fc1)
     assert (act_input.shape, fc2_input.shape) == ((tokens, 2 * FFN), (tokens, FFN))
     kernels.fc2(fc2_input, of_fc2, None, None, offsets, x, counts.fc2)
     dact_input, fc2_input, _, orders = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)

@@ -210,3 +210,6 @@ class Kernels(Protocol):
         self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gradients by biases, (N, columns of dy) in dy's dtype, and by their scales, (T,), where there are any."""
+
+    def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The gradients by FC1's biases."""

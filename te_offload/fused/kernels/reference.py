@@ -175,6 +175,10 @@ class ReferenceKernels:
             dscales = torch.cat([dscales, dscales.new_zeros(beyond)])
         return torch.stack(grads), dscales
 
+    def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.fc1_bias_grads`."""
+        return self.bias_grads(dact_input, bias, None, offsets)[0]
+
 
 def _gate(of: Gated) -> arithmetic.Gate:
     if of.gate is Gate.SWIGLU:

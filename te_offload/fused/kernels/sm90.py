@@ -277,6 +277,10 @@ class Sm90Kernels:
         self.clear(offsets, products)
         return dbias, products[:, 0]
 
+    def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.fc1_bias_grads`."""
+        return self.bias_grads(dact_input, bias, None, offsets)[0]
+
     def _numbers(self) -> dict[str, Any]:
         clamp = self._activation.clamp
         return {} if clamp is None else {"clamp": clamp, "inverse": 1 / clamp}

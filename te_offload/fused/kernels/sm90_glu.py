@@ -1,8 +1,8 @@
 """The gated grouped MLP on Hopper: compiles, caches and launches the kernels of `sm90_glu_device`.
 
 In: as in `interface.Kernels`, with a `Gated` activation, in bf16. Out: as there; ``act_input`` and its gradient are pairs
-of a's and b's columns, (T, F, 2) in memory, whatever the order of FC1's weights. Keeps true: as `Sm90Kernels`. Does not:
-add a bias of FC1's. Needs quack-kernels.
+of a's and b's columns, (T, F, 2) in memory, whatever the order of FC1's weights. Keeps true: as `Sm90Kernels`; a bias of
+FC1's, which is small, is brought into that order. Does not: quantize. Needs quack-kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from te_offload.fused.kernels import sm90_glu_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.interface import Gated, Orders, TileCount, TileOrder
+from te_offload.fused.kernels.pairs import to_halves, to_pairs
 from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
 
@@ -36,12 +37,13 @@ class Sm90GluKernels(Sm90Kernels):
         count: TileCount | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.fc1`."""
-        assert bias is None, "windows whose FC1 has one are not taken"
         gated, columns = self._gated, weights.view.shape[1]
         act_input = x.new_empty(x.shape[0], columns)
         fc2_input = x.new_empty(x.shape[0], columns // 2)
         values = {"scale": scales, "fc2_input": fc2_input, TABLE: weights.table, **self._numbers()}
-        kernel = getattr(sm90_glu_device, sm90_glu_device.fc1_name(gated.gate))
+        if bias is not None:
+            values["bias"] = to_pairs(bias, gated.interleave)
+        kernel = getattr(sm90_glu_device, sm90_glu_device.fc1_name(gated.gate, bias=bias is not None))
         tile, pairs = self._tile("glu", x, weights, act_input), gated.interleave
         self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets, count, pairs=pairs)
         return act_input, fc2_input
@@ -109,6 +111,10 @@ class Sm90GluKernels(Sm90Kernels):
         """See `Kernels.fc1_backward`, and `Sm90Kernels.fc1_backward`."""
         self.fc1_dgrad(dact_input, weights, offsets, dx, count)
         self._paired_wgrad("Beside", dact_input, x, offsets, dweights, order, accumulate=accumulate)
+
+    def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.fc1_bias_grads`."""
+        return to_halves(super().fc1_bias_grads(dact_input, bias, offsets), self._gated.interleave)
 
     def _paired_wgrad(
         self,

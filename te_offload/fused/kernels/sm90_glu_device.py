@@ -27,7 +27,7 @@ from quack.epilogue.math import Pair
 from quack.epilogue.ops import Scalar, TileStore
 
 from te_offload.fused.kernels.interface import Gate, Gated
-from te_offload.fused.kernels.sm90_device import COLUMN, DSCALE, SCALE, linear, make_kernel
+from te_offload.fused.kernels.sm90_device import BIAS, COLUMN, DSCALE, ROW, SCALE, linear, make_kernel
 from te_offload.fused.kernels.sm90_experts import GradsByTable, WeightsByTable
 from te_offload.fused.kernels.sm90_order import AheadOfAnother, BesideWorkBefore, RowsTogether
 
@@ -114,10 +114,10 @@ def _where(condition: Any, value: Any) -> Any:
 
 
 def _fc1(halves: Callable[..., Halves]) -> Callable[..., dict[str, Any]]:
-    def epilogue(acc: Any, scale: Any, **numbers: Any) -> dict[str, Any]:
-        a, b = (one.to(BFloat16).to(Float32) for one in (acc[0], acc[1]))
-        gate, _, linear_, _ = halves(a, b, **numbers)
-        return {"D": acc, "fc2_input": gate * linear_ * scale}
+    def epilogue(acc: Any, scale: Any, bias: Any = None, **numbers: Any) -> dict[str, Any]:
+        both = acc if bias is None else Pair(acc[0] + bias[0], acc[1] + bias[1])
+        gate, _, linear_, _ = halves(*(one.to(BFloat16).to(Float32) for one in both), **numbers)
+        return {"D": both, "fc2_input": gate * linear_ * scale}
 
     return epilogue
 
@@ -158,9 +158,9 @@ def _make(name: str, *args: Any, **kwargs: Any) -> type[Any]:
     return kernel
 
 
-def fc1_name(gate: Gate) -> str:
+def fc1_name(gate: Gate, *, bias: bool) -> str:
     """Name of the kernel class of FC1 with its activation: ``D`` is the activation's input, in pairs, rounded."""
-    return f"{gate.value}Gemm"
+    return f"{'Bias' if bias else ''}{gate.value}Gemm"
 
 
 def dact_name(gate: Gate) -> str:
@@ -171,15 +171,16 @@ def dact_name(gate: Gate) -> str:
 for _gate, (_halves, _numbers) in _KINDS.items():
     _scalars = tuple(Scalar(_number) for _number in _numbers)
     _kinds = (COLUMN, *((_number, "scalar") for _number in _numbers))
-    _make(
-        fc1_name(_gate),
-        _fc1(_halves),
-        mixins=(RowsTogether,),
-        by_table=PairedWeights,
-        ops=(SCALE, *_scalars, _PAIRED_FC2_INPUT),
-        operands=_kinds,
-        outputs=("fc2_input",),
-    )._epi_mod_group_n = 2
+    for _with_bias in (False, True):
+        _make(
+            fc1_name(_gate, bias=_with_bias),
+            _fc1(_halves),
+            mixins=(RowsTogether,),
+            by_table=PairedWeights,
+            ops=(*((BIAS,) if _with_bias else ()), SCALE, *_scalars, _PAIRED_FC2_INPUT),
+            operands=(*((ROW,) if _with_bias else ()), *_kinds),
+            outputs=("fc2_input",),
+        )._epi_mod_group_n = 2
     _make(
         dact_name(_gate),
         _dact(_halves),
