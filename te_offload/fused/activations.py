@@ -14,6 +14,7 @@ from te_offload.fused.kernels.interface import Activation, Gate, Gated, SquaredR
 from te_offload.ops import te_adapter
 
 GLU_SWITCH = "TE_OFFLOAD_FUSED_GLU"
+_BLOCK = 32  # columns of each half that the kernels' tiles hold a multiple of
 
 
 def is_gated(op: Any) -> bool:
@@ -46,7 +47,10 @@ def reason_against(window: Any, *, quantizes: bool, reference: bool) -> str | No
         return f"its activation is {name}, which runs fused without a recipe alone"
     if not reference and os.environ.get(GLU_SWITCH) != "1":
         return f"its activation is {name}, whose kernels have not been seen on a card yet; {GLU_SWITCH}=1 takes it"
-    columns, block = window.fc1.out_features, 2 * (window.activation.glu_interleave_size or 1)
+    interleave = window.activation.glu_interleave_size or 1
+    if not reference and _BLOCK % interleave:
+        return f"its activation is {name} with glu_interleave_size={interleave}, which does not divide {_BLOCK}"
+    columns, block = window.fc1.out_features, 2 * interleave
     if columns % block:
         return f"FC1 gives {columns} columns, which are not a multiple of {block} (2 x glu_interleave_size)"
     return None

@@ -12,7 +12,7 @@ import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
 
-from te_offload import OffloadSession
+from te_offload import OffloadSession, ops
 from te_offload.fused import Fusion, Support, activations, blackwell, find_windows, hopper, machine, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.judge import judge
@@ -54,6 +54,13 @@ def test_gated_activations_are_taken_by_torch_or_if_asked_for_and_never_under_a_
     assert f"not been seen on a card yet; {activations.GLU_SWITCH}=1" in hopper.explain(window).reason
     monkeypatch.setenv(activations.GLU_SWITCH, "1")
     assert hopper.explain(window).ok
+    linear: dict[str, Any] = {"bias": False, "device": "cpu"}
+    wide: list[Any] = [
+        ops.GroupedLinear(4, 64, 256, **linear),
+        ops.ScaledSwiGLU(64),
+        ops.GroupedLinear(4, 128, 64, **linear),
+    ]
+    assert "glu_interleave_size=64, which does not divide 32" in hopper.explain(next(find_windows(wide))).reason
 
 
 def test_a_call_of_a_gated_window_under_a_recipe_goes_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,14 @@ def test_dgrad_of_fc1_takes_clusters_where_experts_have_tokens_enough(regime: sm
     assert clusters == ([(1, 2), (2, 1)] if regime in ENOUGH else [(1, 1), (1, 1)])  # four of 512 columns; 14 of 192
 
 
+@pytest.mark.parametrize("regime", sm90_tiles.Regime)
+def test_tiles_of_gated_activations_hold_whole_blocks_of_32_columns_of_each_half(regime: sm90_tiles.Regime) -> None:
+    tiles = {sm90_tiles.tile_for("glu", regime, None, width, depth) for width in WIDTHS for depth in (1408, 14336)}
+    assert tiles and all(tile.columns % 64 == 0 for tile in tiles)
+    rows = {sm90_tiles.tile_for("wgrad", regime, width, 2048).rows for width in WIDTHS}
+    assert rows == {128}
+
+
 def test_rows_are_not_padded_by_what_fc1_and_fc2_share_with_usual_numbers_of_tokens() -> None:
     tiles = {
         sm90_tiles.tile_for(name, sm90_tiles.Regime.USUAL, None, width, 1408)
