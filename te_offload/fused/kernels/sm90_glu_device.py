@@ -85,7 +85,7 @@ Halves = tuple[Any, Any, Any, Any]
 
 
 def _sigmoid(x: Any) -> Any:
-    return 1.0 / (1.0 + cute.math.exp2(x * _MINUS_LOG2_E, fastmath=True))
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * _MINUS_LOG2_E, fastmath=True))
 
 
 def _swiglu(a: Any, b: Any) -> Halves:
