@@ -101,8 +101,8 @@ def _call_reason(
             if on_gpu and dtype not in (*_DTYPES, torch.float32):
                 return f"main_grad is {dtype}"
     if on_gpu:
-        if dtypes[0] not in (_DTYPES[:1] if activations.is_gated(activation) else _DTYPES):
-            return f"there are no kernels for {dtypes[0]} and {type(activation).__name__}"
+        if dtypes[0] not in _DTYPES:
+            return f"there are no kernels for {dtypes[0]}"
         for sizes in both:
             if not sizes.is_cuda:
                 return "the split sizes are on the CPU"

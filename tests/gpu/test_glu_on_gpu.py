@@ -33,11 +33,11 @@ def on_hopper() -> None:
 
 
 class Case:
-    """Tensors of one step, in bf16 on the GPU."""
+    """Tensors of one step on the GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         def made(*shape: int, seed: int) -> torch.Tensor:
-            return seeded(shape, seed, device="cuda", dtype=torch.bfloat16)
+            return seeded(shape, seed, device="cuda", dtype=dtype)
 
         experts, tokens = len(SPLITS), sum(SPLITS)
         self.sizes = torch.tensor(SPLITS, device="cuda")
@@ -53,9 +53,10 @@ def kernels_of(activation: Gated) -> Any:
     return Sm90GluKernels(activation)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
-def test_every_product_is_near_fp64_from_the_same_bits(activation: Gated) -> None:
-    case, kernels, reference = Case(), kernels_of(activation), ReferenceKernels(activation)
+def test_every_product_is_near_fp64_from_the_same_bits(activation: Gated, dtype: torch.dtype) -> None:
+    case, kernels, reference = Case(dtype), kernels_of(activation), ReferenceKernels(activation)
     w1, w2 = kernels.prepare("w1", case.w1), kernels.prepare("w2", case.w2)
     y, dx = torch.empty_like(case.x), torch.empty_like(case.x)
     offsets, counts = kernels.offsets(case.sizes, y)
@@ -65,15 +66,15 @@ def test_every_product_is_near_fp64_from_the_same_bits(activation: Gated) -> Non
     x, dy, scales, wide1, wide2, rounded = wide
     on_cpu = offsets.cpu()
     expected, _ = reference.fc1(x, list(wide1), None, scales, on_cpu)
-    assert_close_to_fp64(ordered, expected, torch.bfloat16, "act_input")
-    assert_close_to_fp64(fc2_input, reference._activate(rounded, scales), torch.bfloat16, "fc2_input")
+    assert_close_to_fp64(ordered, expected, dtype, "act_input")
+    assert_close_to_fp64(fc2_input, reference._activate(rounded, scales), dtype, "fc2_input")
 
     dact, rebuilt, dscales, orders = kernels.fc2_dgrad(case.dy, w2, act_input, case.scales, offsets)
     assert torch.equal(rebuilt, fc2_input), "the backward's bits are the forward's"
     expected, _, expected_scales, _ = reference.fc2_dgrad(dy, list(wide2), rounded, scales, on_cpu)
     in_order = to_halves(dact, activation.interleave)
-    assert_close_to_fp64(in_order, expected, torch.bfloat16, "gradient of act_input")
-    assert_close_to_fp64(dscales, expected_scales, torch.bfloat16, "gradient of the scales")
+    assert_close_to_fp64(in_order, expected, dtype, "gradient of act_input")
+    assert_close_to_fp64(dscales, expected_scales, dtype, "gradient of the scales")
 
     dw1, dw2 = torch.empty_like(case.w1), torch.full_like(case.w1, float("nan"))
     grads = [kernels.prepare(name, one) for name, one in (("dw1", dw1), ("again", dw2))]
@@ -85,5 +86,27 @@ def test_every_product_is_near_fp64_from_the_same_bits(activation: Gated) -> Non
     expected_dx, expected_dw1 = torch.empty_like(x), torch.zeros_like(wide1)
     reference.fc1_dgrad(wide_dact, list(wide1), on_cpu, expected_dx)
     reference.fc1_wgrad(wide_dact, x, on_cpu, list(expected_dw1), accumulate=False)
-    assert_close_to_fp64(dx, expected_dx, torch.bfloat16, "gradient of the input")
-    assert_close_to_fp64(dw1, expected_dw1, torch.bfloat16, "gradient of FC1's weights")
+    assert_close_to_fp64(dx, expected_dx, dtype, "gradient of the input")
+    assert_close_to_fp64(dw1, expected_dw1, dtype, "gradient of FC1's weights")
+
+
+def test_pairs_are_rounded_to_fp16_as_they_are_stored() -> None:
+    """FC1's epilogue rounds by sums; the backward reads what was stored: numbers of all sizes, beyond the largest too."""
+    activation, rows = Gated(Gate.SWIGLU), 128
+    kernels, generator = kernels_of(activation), torch.Generator().manual_seed(0)
+    exponents = torch.randint(-26, 18, (rows, 1), generator=generator)
+    x = torch.zeros(rows, HIDDEN)
+    x[:, :2] = torch.cat([torch.ones(rows, 1), torch.rand(rows, 1, generator=generator)], 1) * 2.0 ** (exponents / 2)
+    weights = torch.randn(1, 2 * FFN, HIDDEN, generator=generator) * 2.0 ** torch.randint(
+        -12, 8, (1, 2 * FFN, 1), generator=generator
+    )
+    w1 = kernels.prepare("w1", weights.half().cuda())
+    scales, sizes = torch.ones(rows, device="cuda"), torch.tensor([rows], device="cuda")
+    x = x.half().cuda()
+    offsets, counts = kernels.offsets(sizes, torch.empty_like(x))
+    act_input, fc2_input = kernels.fc1(x, w1, None, scales, offsets, counts.fc1)
+    w2 = kernels.prepare("w2", torch.ones(1, HIDDEN, FFN, dtype=torch.half, device="cuda"))
+    _, rebuilt, _, _ = kernels.fc2_dgrad(torch.ones_like(x), w2, act_input, scales, offsets)
+    found = act_input.float().abs()
+    assert found.isinf().any() and (found < 2.0**-14).any()
+    assert torch.equal(fc2_input.view(torch.int16), rebuilt.view(torch.int16))

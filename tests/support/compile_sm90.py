@@ -239,6 +239,7 @@ PARTS: dict[str, list[tuple[Any, ...]]] = {
 
 GLU = [
     (torch.bfloat16, Gated(Gate.SWIGLU), USUAL),
+    (torch.float16, Gated(Gate.SWIGLU), USUAL),
     (torch.bfloat16, Gated(Gate.SWIGLU, (), 32), MANY),
     (torch.bfloat16, Gated(Gate.CLAMPED_QGEGLU, (7.0, 1.702, 1.0)), USUAL),
     (torch.bfloat16, Gated(Gate.SITU_GLU, (4.0, 25.0)), USUAL),

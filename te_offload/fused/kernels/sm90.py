@@ -27,7 +27,7 @@ from te_offload.fused.kernels.sm90_tiles import Regime, tile_for
 _FORWARD, _BACKWARD = 2, 4  # products that count their tiles
 _NARROW = 8  # columns; the fewest that TMA takes
 _NARROW_TILE = Tile(128, 128, pingpong=True)
-_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
 class Sm90Kernels:
@@ -88,7 +88,7 @@ class Sm90Kernels:
         act_input = x.new_empty(x.shape[0], weights.view.shape[1])
         fc2_input = torch.empty_like(act_input)
         tanh = self._activation.clamp is not None
-        kernel = getattr(sm90_device, sm90_device.fc1_name(_DTYPE_NAMES[x.dtype], bias=bias is not None, tanh=tanh))
+        kernel = getattr(sm90_device, sm90_device.fc1_name(DTYPE_NAMES[x.dtype], bias=bias is not None, tanh=tanh))
         values = {"scale": scales, "fc2_input": fc2_input, TABLE: weights.table, **self._numbers()}
         if bias is not None:
             values["bias"] = bias

@@ -1,6 +1,6 @@
 """The gated grouped MLP on Hopper: compiles, caches and launches the kernels of `sm90_glu_device`.
 
-In: as in `interface.Kernels`, with a `Gated` activation, in bf16. Out: as there; ``act_input`` and its gradient are pairs
+In: as in `interface.Kernels`, with a `Gated` activation. Out: as there; ``act_input`` and its gradient are pairs
 of a's and b's columns, (T, F, 2) in memory, whatever the order of FC1's weights. Keeps true: as `Sm90Kernels`; a bias of
 FC1's, which is small, is brought into that order. Does not: quantize. Needs quack-kernels.
 """
@@ -15,7 +15,7 @@ from te_offload.fused.kernels import sm90_glu_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.interface import Gated, Orders, TileCount, TileOrder
 from te_offload.fused.kernels.pairs import to_halves, to_pairs
-from te_offload.fused.kernels.sm90 import Sm90Kernels
+from te_offload.fused.kernels.sm90 import DTYPE_NAMES, Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
 
 
@@ -43,7 +43,9 @@ class Sm90GluKernels(Sm90Kernels):
         values = {"scale": scales, "fc2_input": fc2_input, TABLE: weights.table, **self._numbers()}
         if bias is not None:
             values["bias"] = to_pairs(bias, gated.interleave)
-        kernel = getattr(sm90_glu_device, sm90_glu_device.fc1_name(gated.gate, bias=bias is not None))
+        kernel = getattr(
+            sm90_glu_device, sm90_glu_device.fc1_name(gated.gate, DTYPE_NAMES[x.dtype], bias=bias is not None)
+        )
         tile, pairs = self._tile("glu", x, weights, act_input), gated.interleave
         self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets, count, pairs=pairs)
         return act_input, fc2_input

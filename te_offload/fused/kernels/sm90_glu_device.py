@@ -1,6 +1,6 @@
 """Hopper's grouped GEMMs of a gated grouped MLP, as classes of QuACK's GEMM in CuTe DSL; see `sm90_device`.
 
-In: nothing when imported. Out: kernel classes for bf16, which `sm90_glu` compiles and launches. Keeps true: what FC1's
+In: nothing when imported. Out: kernel classes, which `sm90_glu` compiles and launches. Keeps true: what FC1's
 epilogue and that of FC2's dgrad make of a pair has the same bits; weights and their gradients stay as Transformer Engine
 has them. Does not: launch, or choose tiles. Needs quack-kernels.
 
@@ -9,20 +9,20 @@ Transformer Engine's two halves of FC1's columns, a (the gate) and b, lie one be
 tile's columns. So the kernels see a's and b's columns in turns: FC1's weight rows through a layout (2, F) of two strides,
 which is TMA's to follow as long as the other dimension is contiguous. ``act_input`` and its gradient are pairs, (T, F, 2),
 in memory; nobody else reads them. FC1's dgrad sums over pairs and its weight gradient stores them by the same layout.
-
-There is none for fp16: as soon as FC1's epilogue rounds pairs to that, in whichever way, ptxas waits after each instruction
-of the tensor cores (tests/support/sass.py looks for that; bf16 has no such trouble).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
 from quack.epilogue.math import Pair
 from quack.epilogue.ops import Scalar, TileStore
 
@@ -32,6 +32,10 @@ from te_offload.fused.kernels.sm90_experts import GradsByTable, WeightsByTable
 from te_offload.fused.kernels.sm90_order import AheadOfAnother, BesideWorkBefore, RowsTogether
 
 _MINUS_LOG2_E = -math.log2(math.e)
+_DTYPES = {"BF16": BFloat16, "FP16": Float16}
+_EXPONENT, _SIGN = 0x7F800000, -(1 << 31)  # of a float32
+_LEAST_NORMAL_FP16 = (127 - 14) << 23  # its exponent, as a float32's bits
+_LOST_BITS, _MOST_FP16 = 13, 65504.0  # of a float32's fraction in fp16; the largest finite one
 
 
 class _Paired:
@@ -113,10 +117,29 @@ def _where(condition: Any, value: Any) -> Any:
     return Float32(cutlass.select_(condition, value, Float32(0.0)))
 
 
-def _fc1(halves: Callable[..., Halves]) -> Callable[..., dict[str, Any]]:
+def _rounded(x: Any, dtype: Any) -> Any:
+    """As if stored in a dtype and read again.
+
+    For fp16 by sums in float32: where FC1's epilogue converts pairs to fp16 and back, by whichever instructions, ptxas
+    waits after each instruction of the tensor cores (tests/support/sass.py). What is added has its own last bit where fp16
+    has x's, and is a multiple of two of those, so that ties go to even as they should. Zero keeps its sign.
+    """
+    if const_expr(dtype is BFloat16):
+        return x.to(BFloat16).to(Float32)
+    bits = Int32(llvm.bitcast(T.i32(), x.ir_value()))
+    exponent = cutlass.max(bits & _EXPONENT, Int32(_LEAST_NORMAL_FP16))
+    power = Float32(llvm.bitcast(T.f32(), (exponent + Int32(_LOST_BITS << 23)).ir_value()))
+    found = (x + 1.5 * power) - 1.5 * power
+    most = cute.arch.fmax(found, -found) > _MOST_FP16
+    found = Float32(cutlass.select_(most, found * Float32(math.inf), found))
+    signed = Int32(llvm.bitcast(T.i32(), found.ir_value())) | (bits & Int32(_SIGN))
+    return Float32(llvm.bitcast(T.f32(), signed.ir_value()))
+
+
+def _fc1(dtype: Any, halves: Callable[..., Halves]) -> Callable[..., dict[str, Any]]:
     def epilogue(acc: Any, scale: Any, bias: Any = None, **numbers: Any) -> dict[str, Any]:
         both = acc if bias is None else Pair(acc[0] + bias[0], acc[1] + bias[1])
-        gate, _, linear_, _ = halves(*(one.to(BFloat16).to(Float32) for one in both), **numbers)
+        gate, _, linear_, _ = halves(*(_rounded(one, dtype) for one in both), **numbers)
         return {"D": both, "fc2_input": gate * linear_ * scale}
 
     return epilogue
@@ -158,9 +181,9 @@ def _make(name: str, *args: Any, **kwargs: Any) -> type[Any]:
     return kernel
 
 
-def fc1_name(gate: Gate, *, bias: bool) -> str:
+def fc1_name(gate: Gate, dtype: str, *, bias: bool) -> str:
     """Name of the kernel class of FC1 with its activation: ``D`` is the activation's input, in pairs, rounded."""
-    return f"{'Bias' if bias else ''}{gate.value}Gemm"
+    return f"{'Bias' if bias else ''}{gate.value}Gemm{dtype}"
 
 
 def dact_name(gate: Gate) -> str:
@@ -171,10 +194,10 @@ def dact_name(gate: Gate) -> str:
 for _gate, (_halves, _numbers) in _KINDS.items():
     _scalars = tuple(Scalar(_number) for _number in _numbers)
     _kinds = (COLUMN, *((_number, "scalar") for _number in _numbers))
-    for _with_bias in (False, True):
+    for (_dtype_name, _dtype), _with_bias in itertools.product(_DTYPES.items(), (False, True)):
         _make(
-            fc1_name(_gate, bias=_with_bias),
-            _fc1(_halves),
+            fc1_name(_gate, _dtype_name, bias=_with_bias),
+            _fc1(_dtype, _halves),
             mixins=(RowsTogether,),
             by_table=PairedWeights,
             ops=(*((BIAS,) if _with_bias else ()), SCALE, *_scalars, _PAIRED_FC2_INPUT),
