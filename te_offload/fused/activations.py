@@ -34,17 +34,17 @@ def activation_of(op: Any) -> Activation:
     return Gated(Gate.SITU_GLU, (op.beta1, op.beta2), interleave)
 
 
-def reason_against(window: Any, *, quantizes: bool, reference: bool) -> str | None:
+def reason_against(window: Any, *, by_blocks: bool, reference: bool) -> str | None:
     """Why a window with a gated activation is not taken; ``None``: it is, or its activation is not gated.
 
     Args:
-        quantizes: there is a recipe. reference: torch computes.
+        by_blocks: there is a recipe of a block-scaled format. reference: torch computes.
     """
     if not is_gated(window.activation):
         return None
     name = type(window.activation).__name__
-    if quantizes:
-        return f"its activation is {name}, which runs fused without a recipe alone"
+    if by_blocks:
+        return f"its activation is {name}, which does not run fused by blocks"
     if not reference and os.environ.get(GLU_SWITCH) != "1":
         return f"its activation is {name}, whose kernels have not been seen on a card yet; {GLU_SWITCH}=1 takes it"
     interleave = window.activation.glu_interleave_size or 1

@@ -177,8 +177,9 @@ class Fp8Pass:
     def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
         """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""
         kernels, offsets = self._kernels, self._offsets1
+        assert self._magnitudes is not None
         self._rebuilt = self._dy = None
-        self._dy = kernels.quantize(
+        self._dy = kernels.quantize_dact(
             dact_input,
             offsets,
             self._scaling1.grad_output,

@@ -14,7 +14,7 @@ import torch
 from te_offload.fused import block_pass, fp8_pass
 from te_offload.fused.block_pass import BlockPass
 from te_offload.fused.fp8_pass import Fp8Pass
-from te_offload.fused.kernels.interface import Activation, Counts, Gated, Kernels
+from te_offload.fused.kernels.interface import Activation, Counts, Gated, Kernels, SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
@@ -89,18 +89,18 @@ def make_kernels(way: Way, activation: Activation, *, reference: bool) -> Kernel
     if reference:
         kinds: dict[Way, type[ReferenceKernels]] = {DENSE: ReferenceKernels, TENSOR_SCALES: ReferenceFp8Kernels}
         return kinds.get(way, ReferenceBlockKernels)(activation)
-    if isinstance(activation, Gated):
-        from te_offload.fused.kernels.sm90_glu import Sm90GluKernels
-
-        return Sm90GluKernels(activation)
+    gated = isinstance(activation, Gated)
     if way == DENSE:
         from te_offload.fused.kernels.sm90 import Sm90Kernels
+        from te_offload.fused.kernels.sm90_glu import Sm90GluKernels
 
-        return Sm90Kernels(activation)
+        return (Sm90GluKernels if gated else Sm90Kernels)(activation)
     if way == TENSOR_SCALES:
         from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels
+        from te_offload.fused.kernels.sm90_fp8_glu import Sm90Fp8GluKernels
 
-        return Sm90Fp8Kernels(activation)
+        return (Sm90Fp8GluKernels if gated else Sm90Fp8Kernels)(activation)
     from te_offload.fused.kernels.sm90_blocks import Sm90BlockKernels
 
+    assert isinstance(activation, SquaredReLU), "gated ones do not go by blocks"
     return Sm90BlockKernels(activation)

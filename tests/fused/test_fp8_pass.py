@@ -108,6 +108,16 @@ def test_output_and_gradients_are_those_of_the_unfused_path(
         assert_near(one, other)
 
 
+@EVERY
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu-interleaved", "clamped-qgeglu", "situ-glu"])
+def test_gated_activations_give_what_they_give_without_quantization(recipe: str, activation: str) -> None:
+    """The kernels of Transformer Engine's unfused path are not replaced."""
+    module = mlp(activation=activation)
+    found = [step(module, recipe, seed) for seed in range(3)][-1]
+    assert_ran_fused(module)
+    assert_near(found, run(module, SPLITS, hidden=HIDDEN, seed=2), 0.12)
+
+
 def test_two_linears_may_have_split_sizes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for switch in ("reference", "0"):

@@ -16,6 +16,7 @@ from te_offload import OffloadSession, ops
 from te_offload.fused import Fusion, Support, activations, blackwell, find_windows, hopper, machine, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.judge import judge
+from te_offload.ops.scaling import BlockFormat
 from tests.support.mlp import make_inputs, make_mlp, run
 
 SPLITS = (5, 0, 7, 4)
@@ -41,13 +42,14 @@ def test_switch_keeps_windows_unfused_and_is_on_without_one(monkeypatch: pytest.
     assert hopper.explain(window).ok
 
 
-def test_gated_activations_are_taken_by_torch_or_if_asked_for_and_never_under_a_recipe(
+def test_gated_activations_are_taken_by_torch_or_if_asked_for_and_never_by_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     window = next(find_windows(list(mlp(activation="swiglu"))))
     assert hopper.explain(window).ok
-    recipe = te_recipe.Float8CurrentScaling()
-    assert "ScaledSwiGLU, which runs fused without a recipe" in hopper.explain(window, recipe).reason
+    assert hopper.explain(window, te_recipe.Float8CurrentScaling()).ok
+    by_blocks = te_recipe.Float8BlockScaling()
+    assert "ScaledSwiGLU, which does not run fused by blocks" in hopper.explain(window, by_blocks).reason
     monkeypatch.setenv(hopper.SWITCH, "1")
     monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
     monkeypatch.setattr(machine, "broken_package", lambda **_: None)
@@ -63,12 +65,12 @@ def test_gated_activations_are_taken_by_torch_or_if_asked_for_and_never_under_a_
     assert "glu_interleave_size=64, which does not divide 32" in hopper.explain(next(find_windows(wide))).reason
 
 
-def test_a_call_of_a_gated_window_under_a_recipe_goes_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "way_of_call", lambda: quantized.TENSOR_SCALES)
+def test_a_call_of_a_gated_window_by_blocks_goes_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "way_of_call", lambda: BlockFormat.FP8)
     monkeypatch.setattr(quantized, "scaling_of", lambda *_, **__: None)
     x, sizes, scales = make_inputs(SPLITS)
     judged = judge(list(mlp(activation="swiglu")), [False] * 3, x, [(sizes,), (scales,), (sizes,)])
-    assert judged.reason == "its activation is ScaledSwiGLU, which runs fused without a recipe alone"
+    assert judged.reason == "its activation is ScaledSwiGLU, which does not run fused by blocks"
 
 
 def test_report_says_how_grouped_mlps_ran(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 
 from te_offload import Fate, OffloadSession, SlotName, ops
-from te_offload.fused import hopper
+from te_offload.fused import activations, hopper
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.ops.scaling import Scaling
@@ -37,6 +37,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are Hopper's (compute capability 9.0)")
     monkeypatch.setenv(hopper.SWITCH, "1")
+    monkeypatch.setenv(activations.GLU_SWITCH, "1")
     FP8GlobalStateManager.reset()
     yield
     FP8GlobalStateManager.reset()
@@ -56,6 +57,20 @@ def step(module: te.ops.Sequential, recipe: str, seed: int = 1, splits: Any = SP
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ["srelu", "tanh-srelu"])
 def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, activation: str, dtype: torch.dtype
+) -> None:
+    assert_as_near_to_fp64_as_transformer_engine(monkeypatch, recipe, activation, dtype)
+
+
+@EVERY
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu-interleaved", "clamped-qgeglu", "situ-glu"])
+def test_errors_of_gated_activations_are_no_larger_either(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, activation: str
+) -> None:
+    assert_as_near_to_fp64_as_transformer_engine(monkeypatch, recipe, activation, torch.bfloat16)
+
+
+def assert_as_near_to_fp64_as_transformer_engine(
     monkeypatch: pytest.MonkeyPatch, recipe: str, activation: str, dtype: torch.dtype
 ) -> None:
     dy = seeded((TOKENS, HIDDEN), 9, dtype=dtype)
@@ -203,16 +218,17 @@ def test_scales_and_numbers_are_those_of_transformer_engine(what: str) -> None:
 
 
 @EVERY
+@pytest.mark.parametrize(("activation", "columns"), [("srelu", FFN), ("swiglu", 2 * FFN)])
 @pytest.mark.usefixtures("copies_out_end")
-def test_offloading_changes_no_bit_and_two_runs_give_the_same(recipe: str) -> None:
+def test_offloading_changes_no_bit_and_two_runs_give_the_same(recipe: str, activation: str, columns: int) -> None:
     runs = []
     for _ in range(2):
         FP8GlobalStateManager.reset()
-        module = mlp()
+        module = mlp(activation=activation)
         runs.append([step(module, recipe, seed) for seed in range(4)])
         assert_all_fused(module)
     FP8GlobalStateManager.reset()
-    module = mlp()
+    module = mlp(activation=activation)
     with OffloadSession(module, min_bytes=0, max_in_flight=0, verify=True) as session:
         for seed, (one, two) in enumerate(zip(*runs, strict=True)):
             assert_same_bits(one, two)
@@ -221,7 +237,7 @@ def test_offloading_changes_no_bit_and_two_runs_give_the_same(recipe: str) -> No
     record = session.records[-1]
     rows = {row.slot: (row.fate, row.nbytes) for row in record.slots}
     assert rows[SlotName.FC1_INPUT] == (Fate.OFFLOADED, TOKENS * HIDDEN)
-    assert rows[SlotName.ACT_INPUT] == (Fate.OFFLOADED, TOKENS * FFN * 2)
+    assert rows[SlotName.ACT_INPUT] == (Fate.OFFLOADED, TOKENS * columns * 2)
     assert rows[SlotName.FC2_INPUT][0] is Fate.RECOMPUTED
     assert record.bytes_out == record.bytes_back > 0
 

@@ -20,11 +20,21 @@ import torch
 from quack.gemm_sm90 import GemmSm90
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_offload.fused.kernels import blocks, fp8, sm90, sm90_blocks, sm90_compile, sm90_fp8, sm90_glu, sm90_launch
+from te_offload.fused.kernels import (
+    blocks,
+    fp8,
+    sm90,
+    sm90_blocks,
+    sm90_compile,
+    sm90_fp8,
+    sm90_fp8_glu,
+    sm90_glu,
+    sm90_launch,
+)
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.interface import Gate, Gated, SquaredReLU, TileCount
+from te_offload.fused.kernels.interface import Activation, Gate, Gated, SquaredReLU, TileCount
 from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 
 EXPERTS, HIDDEN, FFN, DEEP_FFN = 4, 2048, 1408, 2688
@@ -114,11 +124,13 @@ def compile_glu(dtype: torch.dtype, activation: Gated, tokens: int) -> int:
     return launches.count
 
 
-def compile_fp8(activation: SquaredReLU, tokens: int) -> int:
+def compile_fp8(activation: Activation, tokens: int) -> int:
     """The same of what FP8 takes beside that: sums in the tensor cores forward, in float32 backward."""
     launches = Launches()
     vars(fp8).update(dict.fromkeys(("factors_of", "padded_offsets", "keep_magnitudes"), launches_nothing))
-    kernels = sm90_fp8.Sm90Fp8Kernels(activation)
+    gated = isinstance(activation, Gated)
+    kernels = (sm90_fp8_glu.Sm90Fp8GluKernels if gated else sm90_fp8.Sm90Fp8Kernels)(activation)
+    wide = 2 * FFN if gated else FFN
     table, offsets = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS + 1, dtype=torch.int32)
     scales, count = empty(tokens, dtype=torch.float32), TileCount(empty(1, dtype=torch.int32), 0)
 
@@ -132,17 +144,18 @@ def compile_fp8(activation: SquaredReLU, tokens: int) -> int:
         rows, columns = (empty(EXPERTS, *shape, dtype=torch.float8_e4m3fn) for shape in ((one, other), (other, one)))
         return QuantizedWeights(Experts(rows, table), Experts(columns, table), empty(EXPERTS, dtype=torch.float32))
 
-    of_fc1, of_fc2 = weights(FFN, HIDDEN), weights(HIDDEN, FFN)
+    of_fc1, of_fc2 = weights(wide, HIDDEN), weights(HIDDEN, FFN)
     x, dy = rows(HIDDEN, torch.float8_e4m3fn), rows(HIDDEN, torch.float8_e5m2)
-    for bias in (None, empty(EXPERTS, FFN, dtype=torch.bfloat16)):
+    for bias in (None, empty(EXPERTS, wide, dtype=torch.bfloat16)):
         act_input, _ = kernels.fc1_fp8(x, of_fc1, bias, scales, offsets, torch.bfloat16, fast=True, count=count)
     vars(fp8)["given_scales"] = lambda *_, **__: (x.inverses, scales, scales)
     delayed = Scaling(torch.float8_e4m3fn, given=x.inverses, kept=x.inverses)
-    if activation.clamp is None:  # else it is two passes
+    plain = activation == SquaredReLU()
+    if plain:  # else it is two passes
         given = x, of_fc1, None, scales, offsets, torch.bfloat16, delayed, x.inverses
         kernels.fc1_given(*given, fast=True, count=count)
     *_, orders = kernels.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
-    if activation.clamp is not None:
+    if not plain:
         return launches.count
     y, bias2 = empty(tokens, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, HIDDEN, dtype=torch.bfloat16)
     hidden = rows(FFN, torch.float8_e4m3fn)
@@ -245,7 +258,8 @@ GLU = [
     (torch.bfloat16, Gated(Gate.SITU_GLU, (4.0, 25.0)), USUAL),
 ]
 FP8 = [(SquaredReLU(), USUAL), (SquaredReLU(clamp=2.0), USUAL), (SquaredReLU(), MANY)]
-QUANTIZED = {"fp8": compile_fp8, "blocks": compile_blocks}
+QUANTIZED: dict[str, Callable[..., int]] = {"fp8": compile_fp8, "blocks": compile_blocks}
+FP8_GLU = [Gated(Gate.SWIGLU), Gated(Gate.CLAMPED_QGEGLU, (7.0, 1.702, 1.0), 32), Gated(Gate.SITU_GLU, (4.0, 25.0))]
 
 if __name__ == "__main__":
     say_stages()
@@ -253,6 +267,8 @@ if __name__ == "__main__":
         if sys.argv[1] in QUANTIZED:
             for activation, tokens in FP8:
                 print(activation, QUANTIZED[sys.argv[1]](activation, tokens), "launches")
+        for gated in FP8_GLU if sys.argv[1] == "fp8" else []:
+            print(gated, compile_fp8(gated, USUAL), "launches")
         for part in PARTS.get(sys.argv[1], []):
             print(*part, compile_all(*part), "launches")
         for part in GLU if sys.argv[1] == "glu" else []:

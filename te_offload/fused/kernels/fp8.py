@@ -14,13 +14,20 @@ import triton
 from te_offload.fused.kernels import fp8_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.interface import Activation, Gate, Gated, SquaredReLU
 from te_offload.ops.scaling import Scaling
 
 BLOCK = fp8_device.BLOCK
 _SCALE_BLOCK = 1024
 _ROUNDS = {torch.bfloat16: 1, torch.float16: 2}
 _ROWS, _COLUMNS = 8, 512  # of a step of the search for the largest magnitude
+
+
+_GATES = {
+    Gate.SWIGLU: fp8_device.SWIGLU,
+    Gate.CLAMPED_QGEGLU: fp8_device.CLAMPED_QGEGLU,
+    Gate.SITU_GLU: fp8_device.SITU_GLU,
+}
 
 
 def padded_tokens(tokens: int, experts: int) -> int:
@@ -35,9 +42,10 @@ def quantize(
     *,
     weights: torch.Tensor | None = None,
     magnitudes: torch.Tensor | None = None,
-    activation: tuple[SquaredReLU, torch.Tensor] | None = None,
+    activation: tuple[Activation, torch.Tensor] | None = None,
     by_row: bool = True,
     by_column: bool = False,
+    pairs: int | None = None,
 ) -> QuantizedRows:
     """Rows in FP8, each expert's with a scale of its own.
 
@@ -46,8 +54,10 @@ def quantize(
         weights: (N,) inverse scales of the weights that they meet, for ``factors``.
         magnitudes: (T, parts), the largest ones in parts of each row, before they were rounded to x's dtype; ``None``: they
             are looked for.
-        activation: and router scales (T,): the numbers are what the activation makes of x.
+        activation: and router scales (T,): the numbers are what the activation makes of x; of a gated one's in pairs.
         by_row, by_column: what is returned.
+        pairs: x is in pairs of columns, of which these are the blocks in Transformer Engine's order (`pairs.to_halves`),
+            and what is returned is in that. With ``magnitudes``.
     """
     tokens, experts = x.shape[0], offsets.shape[0] - 1
     rounds = 0 if magnitudes is None else _ROUNDS[x.dtype]
@@ -56,7 +66,8 @@ def quantize(
         grid = (triton.cdiv(tokens, _ROWS),)
         fp8_device.row_magnitudes[grid](x, offsets, magnitudes, experts, x.shape[1], _ROWS, _COLUMNS)
     inverses, scales, factors = _scales(magnitudes, offsets, scaling, weights, rounds=rounds, rows=tokens)
-    rows, columns = _numbers(x, offsets, scales, scaling.dtype, activation, by_row=by_row, by_column=by_column)
+    ways = {"by_row": by_row, "by_column": by_column}
+    rows, columns = _numbers(x, offsets, scales, scaling.dtype, activation, pairs, **ways)
     return QuantizedRows(rows, columns, scales, inverses, factors)
 
 
@@ -78,7 +89,7 @@ def turn(
     x: torch.Tensor,
     offsets: torch.Tensor,
     *,
-    activation: tuple[SquaredReLU, torch.Tensor, torch.Tensor, torch.dtype] | None = None,
+    activation: tuple[Activation, torch.Tensor, torch.Tensor, torch.dtype] | None = None,
 ) -> torch.Tensor:
     """Columns (C, P) of what was quantized before.
 
@@ -181,17 +192,26 @@ def _numbers(
     offsets: torch.Tensor,
     scales: torch.Tensor | None,
     dtype: torch.dtype,
-    activation: tuple[SquaredReLU, torch.Tensor] | None,
+    activation: tuple[Activation, torch.Tensor] | None,
+    pairs: int | None = None,
     *,
     by_row: bool,
     by_column: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     (tokens, columns), experts = x.shape, offsets.shape[0] - 1
+    function, router = activation if activation is not None else (SquaredReLU(), None)
+    kind = fp8_device.BF16 if activation is None else fp8_device.ACTIVATION
+    gate, clamps, numbers = fp8_device.SWIGLU, False, [1.0, 1.0, 1.0]
+    if isinstance(function, Gated):
+        columns, kind, gate = columns // 2, fp8_device.GATED, _GATES[function.gate]
+        numbers[: len(function.numbers)] = function.numbers
+    elif function.clamp is not None:
+        clamps, numbers[0] = True, function.clamp
+    if pairs is not None:
+        kind = fp8_device.PAIRS
     padded = padded_tokens(tokens, experts)
     rows = torch.empty(tokens, columns, dtype=dtype, device=x.device) if by_row else None
     turned = torch.empty(columns, padded, dtype=dtype, device=x.device) if by_column else None
-    function, router = activation if activation is not None else (SquaredReLU(), None)
-    kind = fp8_device.BF16 if activation is None else fp8_device.ACTIVATION
     fp8_device.quantize_tokens[(padded // BLOCK, triton.cdiv(columns, BLOCK))](
         x.view(torch.uint8) if scales is None else x,
         router,
@@ -202,9 +222,11 @@ def _numbers(
         experts,
         columns,
         padded,
-        1.0 if function.clamp is None else function.clamp,
+        *numbers,
+        pairs or columns // 2,
         fp8_device.FP8 if scales is None else kind,
-        function.clamp is not None,
+        clamps,
+        gate,
         dtype is torch.float8_e5m2,
         by_row,
         by_column,

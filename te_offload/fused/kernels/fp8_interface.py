@@ -78,6 +78,18 @@ class Fp8Kernels(Kernels, Protocol):
             by_column: both ways round.
         """
 
+    def quantize_dact(
+        self,
+        dact_input: torch.Tensor,
+        offsets: torch.Tensor,
+        scaling: Scaling,
+        *,
+        weights: torch.Tensor,
+        magnitudes: torch.Tensor,
+        by_column: bool,
+    ) -> QuantizedRows:
+        """`quantize` of the gradient by act_input, with its columns as FC1's weights have their rows."""
+
     def turn(self, rows: QuantizedRows, offsets: torch.Tensor) -> QuantizedRows:
         """FP8 rows with their columns alone."""
 

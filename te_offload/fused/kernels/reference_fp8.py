@@ -57,12 +57,16 @@ class ReferenceFp8Kernels(ReferenceKernels):
         scales = _scales(torch.stack([_magnitude(part) for part in parts]), scaling)
         inverses = 1 / scales
         by_row, factors = (torch.zeros(x.shape[0], device=x.device) for _ in range(2))
-        rows = torch.zeros(x.shape, dtype=scaling.dtype, device=x.device)
+        rows = torch.zeros(numbers.shape, dtype=scaling.dtype, device=x.device)
         for expert, part in enumerate(parts):
             place = slice(int(offsets[expert]), int(offsets[expert + 1]))
             by_row[place], factors[place] = scales[expert], inverses[expert] * weights[expert]
             rows[place] = to_fp8(part.float() * scales[expert], scaling.dtype)
         return QuantizedRows(rows, rows.t() if by_column else None, by_row, inverses, factors)
+
+    def quantize_dact(self, *args: Any, **kwargs: Any) -> QuantizedRows:
+        """See `Fp8Kernels.quantize_dact`."""
+        return self.quantize(*args, **kwargs)
 
     def turn(self, rows: QuantizedRows, offsets: torch.Tensor) -> QuantizedRows:
         """See `Fp8Kernels.turn`."""
@@ -152,7 +156,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
         fast: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Fp8Kernels.fc2_dgrad_fp8`. The gradient by fc2_input is not rounded in between, as in the kernel."""
-        dfc2_input = torch.zeros(act_input.shape, device=act_input.device)
+        dfc2_input = torch.zeros(act_input.shape[0], weights.columns[0].shape[0], device=act_input.device)
         self.linear_fp8(dy, weights.columns, dfc2_input, offsets, fast=fast)
         dact_input, dscales = self._dactivate(dfc2_input, act_input.float(), scales)
         self.clear(offsets, dscales[:, None])

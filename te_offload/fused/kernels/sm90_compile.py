@@ -32,6 +32,7 @@ from te_offload.fused.kernels import (
     sm90_device,
     sm90_experts,
     sm90_fp8_device,
+    sm90_fp8_glu_device,
     sm90_glu_device,
     sm90_order,
     sm90_sums,
@@ -43,8 +44,9 @@ CAPABILITY = (9, 0)
 @functools.cache
 def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
-    gemms = sm90_experts, sm90_order, sm90_device, sm90_glu_device, sm90_fp8_device, sm90_block_device, sm90_sums
-    modules = *gemms, rows_device, block_device, sys.modules[__name__]
+    gemms = sm90_experts, sm90_order, sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
+    gated = sm90_glu_device, sm90_fp8_glu_device
+    modules = *gemms, *gated, rows_device, block_device, sys.modules[__name__]
     sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
 

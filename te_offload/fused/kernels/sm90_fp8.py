@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,12 +16,20 @@ from te_offload.fused.kernels import fp8, sm90_fp8_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.interface import Orders, TileCount, TileOrder
-from te_offload.fused.kernels.sm90 import Sm90Kernels
+from te_offload.fused.kernels.sm90 import DTYPE_NAMES, Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.ops.scaling import Scaling
 
-_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+
+class Way(NamedTuple):
+    """How a product with an activation is computed: by which kernel, what `sm90_tiles` calls it, and what its launch takes
+    beside tensors.
+    """
+
+    kernel: type[Any]
+    product: str
+    more: dict[str, Any] = {}  # noqa: RUF012
 
 
 class Sm90Fp8Kernels(Sm90Kernels):
@@ -61,6 +69,10 @@ class Sm90Fp8Kernels(Sm90Kernels):
             by_column=by_column,
         )
 
+    def quantize_dact(self, *args: Any, **kwargs: Any) -> QuantizedRows:
+        """See `Fp8Kernels.quantize_dact`."""
+        return self.quantize(*args, **kwargs)
+
     def turn(self, rows: QuantizedRows, offsets: torch.Tensor) -> QuantizedRows:
         """See `Fp8Kernels.turn`."""
         assert rows.rows is not None
@@ -93,6 +105,11 @@ class Sm90Fp8Kernels(Sm90Kernels):
         """See `Fp8Kernels.fc1_fp8`."""
         return self._fc1(x, weights, bias, scales, offsets, dtype, {}, count, fast=fast)
 
+    @property
+    def _two_passes(self) -> bool:
+        """Whether FC1's epilogue does not quantize: its tanh is another than the backward's, which rebuilds the numbers."""
+        return self._activation.clamp is not None
+
     def fc1_given(
         self,
         x: QuantizedRows,
@@ -108,7 +125,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         count: TileCount | None = None,
     ) -> tuple[torch.Tensor, QuantizedRows]:
         """See `Fp8Kernels.fc1_given`."""
-        if self._activation.clamp is not None:  # by another tanh than the backward's, which rebuilds the numbers
+        if self._two_passes:
             act_input, magnitudes = self.fc1_fp8(x, weights, bias, router, offsets, dtype, fast=fast, count=count)
             return act_input, self.quantize(
                 act_input, offsets, scaling, weights=others, magnitudes=magnitudes, router=router
@@ -138,15 +155,31 @@ class Sm90Fp8Kernels(Sm90Kernels):
         assert x.rows is not None and x.factors is not None
         tokens, columns = x.rows.shape[0], weights.rows.view.shape[1]
         act_input = torch.empty(tokens, columns, dtype=dtype, device=x.rows.device)
-        tile = self._tile(_product(fast), x.rows, weights.rows, act_input)
+        way = self._fc1_way(dtype, bias=bias is not None, given=bool(given), fast=fast)
+        tile = self._tile(way.product, x.rows, weights.rows, act_input)
         magnitudes = _parts(act_input, tile)
-        tanh = "" if self._activation.clamp is None else "Tanh"
-        name = f"{_way(fast)}{'Given' if given else ''}{'' if bias is None else 'Bias'}{tanh}SReLUGemm{_DTYPE_NAMES[dtype]}"
         values = {"factor": x.factors, "scale": router, **given, "magnitude": magnitudes, **self._numbers()}
         if bias is not None:
-            values["bias"] = bias
-        self._multiply(name, tile, x.rows, weights.rows, act_input, None, values, offsets, count)
+            values["bias"] = self._as_read(bias)
+        self._multiply(way.kernel, tile, x.rows, weights.rows, act_input, None, values, offsets, count, **way.more)
         return act_input, magnitudes
+
+    def _fc1_way(self, dtype: torch.dtype, *, bias: bool, given: bool, fast: bool) -> Way:
+        tanh = "" if self._activation.clamp is None else "Tanh"
+        name = f"{_way(fast)}{'Given' if given else ''}{'Bias' if bias else ''}{tanh}SReLUGemm{DTYPE_NAMES[dtype]}"
+        return Way(getattr(sm90_fp8_device, name), product_name(fast))
+
+    def _dact_way(self, *, fast: bool) -> Way:
+        tanh = "" if self._activation.clamp is None else "Tanh"
+        return Way(getattr(sm90_fp8_device, f"{_way(fast)}D{tanh}SReLUGemm"), f"{product_name(fast)} dact")
+
+    def _as_read(self, bias: torch.Tensor) -> torch.Tensor:
+        """FC1's bias in the order in which its kernels have columns."""
+        return bias
+
+    def _tiled(self, act_input: torch.Tensor) -> torch.Tensor:
+        """Of act_input as many columns as FC2's dgrad has."""
+        return act_input
 
     def linear_fp8(
         self,
@@ -170,8 +203,8 @@ class Sm90Fp8Kernels(Sm90Kernels):
             if bias_scales is not None:
                 values["scale"] = bias_scales
                 name = f"{_way(fast)}ScaledBiasGemm"
-        tile = self._tile(_product(fast), x.rows, weights, out)
-        self._multiply(name, tile, x.rows, weights, out, None, values, offsets, count)
+        tile = self._tile(product_name(fast), x.rows, weights, out)
+        self._multiply(getattr(sm90_fp8_device, name), tile, x.rows, weights, out, None, values, offsets, count)
 
     def fc2_dgrad_fp8(
         self,
@@ -185,14 +218,14 @@ class Sm90Fp8Kernels(Sm90Kernels):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Fp8Kernels.fc2_dgrad_fp8`."""
         assert dy.rows is not None and dy.factors is not None
-        tile = self._tile(f"{_product(fast)} dact", dy.rows, weights.columns, act_input)
+        way, tiled = self._dact_way(fast=fast), self._tiled(act_input)
+        tile = self._tile(way.product, dy.rows, weights.columns, tiled)
         dact_input = torch.empty_like(act_input)
-        magnitudes, parts = _parts(act_input, tile), _parts(act_input, tile)
+        magnitudes, parts = _parts(tiled, tile), _parts(tiled, tile)
         values = {"factor": dy.factors, "scale": scales, "dscale": parts, "magnitude": magnitudes, **self._numbers()}
-        tanh = "" if self._activation.clamp is None else "Tanh"
-        name = f"{_way(fast)}D{tanh}SReLUGemm"
         count = self._backward_count(offsets)
-        self._multiply(name, tile, dy.rows, weights.columns, dact_input, act_input, values, offsets, count)
+        given = dy.rows, weights.columns, dact_input, act_input, values, offsets, count
+        self._multiply(way.kernel, tile, *given, **way.more)
         return dact_input, magnitudes, *self._sums(parts, offsets, count)
 
     def wgrad_fp8(
@@ -211,12 +244,12 @@ class Sm90Fp8Kernels(Sm90Kernels):
         kernel = getattr(sm90_fp8_device, f"{_way(fast)}{'Adding' if accumulate else ''}WgradGemm")
         factors = fp8.factors_of(dy.inverses, x.inverses, x.columns.shape[0])
         values = {TABLE: out.table, "factor": factors}
-        tile = self._wgrad_tile(f"{_product(fast)} wgrad", x.scales.shape[0], out)
+        tile = self._wgrad_tile(f"{product_name(fast)} wgrad", x.scales.shape[0], out)
         self._launch_wgrad(kernel, tile, dy.columns, x.columns, out.view, values, fp8.padded_offsets(offsets), order)
 
     def _multiply(
         self,
-        name: str,
+        kernel: type[Any],
         tile: Tile,
         a: torch.Tensor,
         weights: Experts,
@@ -225,16 +258,17 @@ class Sm90Fp8Kernels(Sm90Kernels):
         values: dict[str, Any],
         offsets: torch.Tensor,
         count: TileCount | None,
+        **ways: Any,
     ) -> None:
-        kernel = getattr(sm90_fp8_device, name)
-        self._launch(kernel, tile, a, weights.view, d, c, {**values, TABLE: weights.table}, offsets, count)
+        self._launch(kernel, tile, a, weights.view, d, c, {**values, TABLE: weights.table}, offsets, count, **ways)
 
 
 def _way(fast: bool) -> str:
     return "Fast" if fast else "Split"
 
 
-def _product(fast: bool) -> str:
+def product_name(fast: bool) -> str:
+    """What `sm90_tiles` calls a product by row."""
     return "fp8 fast" if fast else "fp8 split"
 
 

@@ -76,34 +76,35 @@ def _dact(acc: Any, c: Any, factor: Any, scale: Any, clamp: Any = None, inverse:
     return {"D": dact_input, "dscale": (square, grad), "magnitude": dact_input}
 
 
-_FACTOR, _SCALE, _BIAS = ColVecLoad("factor"), ColVecLoad("scale"), ExpertRow("bias")
+FACTOR, SCALE, BIAS = ColVecLoad("factor"), ColVecLoad("scale"), ExpertRow("bias")
 _FP8_SCALE, _FC2_INPUT = ColVecLoad("fp8_scale"), TileStore("fc2_input")
 _CLAMP = Scalar("clamp"), Scalar("inverse")
 _NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
-_MAGNITUDE, _DSCALE = ColVecReduce("magnitude", combine="max_abs"), ColVecReduce("dscale", scaled=True)
-_COLUMNS, _ROW = (("factor", "col"), ("scale", "col")), ("bias", "row")
+MAGNITUDE, DSCALE = ColVecReduce("magnitude", combine="max_abs"), ColVecReduce("dscale", scaled=True)
+COLUMNS, ROW = (("factor", "col"), ("scale", "col")), ("bias", "row")
 
 
 def _make(name: str, *args: Any, **kwargs: Any) -> None:
     globals()[name] = make_kernel(name, *args, **kwargs, module=__name__)
 
 
+SUMS = {False: SplitSums, True: _FastSums}  # by whether sums stay in the tensor cores
 for _fast in (False, True):
-    _mixins = (_FastSums,) if _fast else (SplitSums,)
+    _mixins = (SUMS[_fast],)
     _way = "Fast" if _fast else "Split"
-    _make(f"{_way}Gemm", _linear, ops=(_FACTOR,), operands=_COLUMNS[:1], mixins=(RowsTogether, *_mixins))
+    _make(f"{_way}Gemm", _linear, ops=(FACTOR,), operands=COLUMNS[:1], mixins=(RowsTogether, *_mixins))
     _make(
         f"{_way}BiasGemm",
         _linear,
-        ops=(_BIAS, _FACTOR),
-        operands=(_ROW, *_COLUMNS[:1]),
+        ops=(BIAS, FACTOR),
+        operands=(ROW, *COLUMNS[:1]),
         mixins=(RowsTogether, *_mixins),
     )
     _make(
         f"{_way}ScaledBiasGemm",
         _linear,
-        ops=(_BIAS, _FACTOR, _SCALE),
-        operands=(_ROW, *_COLUMNS),
+        ops=(BIAS, FACTOR, SCALE),
+        operands=(ROW, *COLUMNS),
         mixins=(RowsTogether, *_mixins),
     )
     for _adds in (False, True):
@@ -124,17 +125,17 @@ for _fast in (False, True):
                     f"{_way}{'Given' if _given else ''}{'Bias' if _with_bias else ''}{_tanh}SReLUGemm{_dtype_name}",
                     _fc1(_dtype, given=_given),
                     ops=(
-                        *((_BIAS,) if _with_bias else ()),
-                        _FACTOR,
-                        _SCALE,
+                        *((BIAS,) if _with_bias else ()),
+                        FACTOR,
+                        SCALE,
                         *((_FP8_SCALE,) if _given else ()),
                         *(_CLAMP if _with_tanh else ()),
                         *((_FC2_INPUT,) if _given else ()),
-                        _MAGNITUDE,
+                        MAGNITUDE,
                     ),
                     operands=(
-                        *((_ROW,) if _with_bias else ()),
-                        *_COLUMNS,
+                        *((ROW,) if _with_bias else ()),
+                        *COLUMNS,
                         *((("fp8_scale", "col"),) if _given else ()),
                         *(_NUMBERS if _with_tanh else ()),
                     ),
@@ -145,8 +146,8 @@ for _fast in (False, True):
         _make(
             f"{_way}D{_tanh}SReLUGemm",
             _dact,
-            ops=(_FACTOR, _SCALE, *(_CLAMP if _with_tanh else ()), _DSCALE, _MAGNITUDE),
-            operands=(("c", "c"), *_COLUMNS, *(_NUMBERS if _with_tanh else ())),
+            ops=(FACTOR, SCALE, *(_CLAMP if _with_tanh else ()), DSCALE, MAGNITUDE),
+            operands=(("c", "c"), *COLUMNS, *(_NUMBERS if _with_tanh else ())),
             sinks=("dscale", "magnitude"),
             mixins=_mixins,
         )

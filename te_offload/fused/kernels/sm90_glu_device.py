@@ -32,7 +32,7 @@ from te_offload.fused.kernels.sm90_experts import GradsByTable, WeightsByTable
 from te_offload.fused.kernels.sm90_order import AheadOfAnother, BesideWorkBefore, RowsTogether
 
 _MINUS_LOG2_E = -math.log2(math.e)
-_DTYPES = {"BF16": BFloat16, "FP16": Float16}
+DTYPES = {"BF16": BFloat16, "FP16": Float16}
 _EXPONENT, _SIGN = 0x7F800000, -(1 << 31)  # of a float32
 _LEAST_NORMAL_FP16 = (127 - 14) << 23  # its exponent, as a float32's bits
 _LOST_BITS, _MOST_FP16 = 13, 65504.0  # of a float32's fraction in fp16; the largest finite one
@@ -117,7 +117,7 @@ def _where(condition: Any, value: Any) -> Any:
     return Float32(cutlass.select_(condition, value, Float32(0.0)))
 
 
-def _rounded(x: Any, dtype: Any) -> Any:
+def rounded(x: Any, dtype: Any) -> Any:
     """As if stored in a dtype and read again.
 
     For fp16 by sums in float32: where FC1's epilogue converts pairs to fp16 and back, by whichever instructions, ptxas
@@ -139,7 +139,7 @@ def _rounded(x: Any, dtype: Any) -> Any:
 def _fc1(dtype: Any, halves: Callable[..., Halves]) -> Callable[..., dict[str, Any]]:
     def epilogue(acc: Any, scale: Any, bias: Any = None, **numbers: Any) -> dict[str, Any]:
         both = acc if bias is None else Pair(acc[0] + bias[0], acc[1] + bias[1])
-        gate, _, linear_, _ = halves(*(_rounded(one, dtype) for one in both), **numbers)
+        gate, _, linear_, _ = halves(*(rounded(one, dtype) for one in both), **numbers)
         return {"D": both, "fc2_input": gate * linear_ * scale}
 
     return epilogue
@@ -158,7 +158,7 @@ def _dact(halves: Callable[..., Halves]) -> Callable[..., dict[str, Any]]:
     return epilogue
 
 
-_KINDS: dict[Gate, tuple[Callable[..., Halves], tuple[str, ...]]] = {
+KINDS: dict[Gate, tuple[Callable[..., Halves], tuple[str, ...]]] = {
     Gate.SWIGLU: (_swiglu, ()),
     Gate.CLAMPED_QGEGLU: (_clamped_qgeglu, ("limit", "alpha", "offset")),
     Gate.SITU_GLU: (_situ_glu, ("beta1", "beta2", "inverse1", "inverse2")),
@@ -170,7 +170,7 @@ def numbers_of(activation: Gated) -> dict[str, float]:
     values = activation.numbers
     if activation.gate is Gate.SITU_GLU:
         values = (*values, *(1 / value for value in values))
-    return dict(zip(_KINDS[activation.gate][1], values, strict=True))
+    return dict(zip(KINDS[activation.gate][1], values, strict=True))
 
 
 _FC2_INPUT, _PAIRED_FC2_INPUT = TileStore("fc2_input"), TileStore("fc2_input", gated=True)
@@ -191,10 +191,10 @@ def dact_name(gate: Gate) -> str:
     return f"D{gate.value}Gemm"
 
 
-for _gate, (_halves, _numbers) in _KINDS.items():
+for _gate, (_halves, _numbers) in KINDS.items():
     _scalars = tuple(Scalar(_number) for _number in _numbers)
     _kinds = (COLUMN, *((_number, "scalar") for _number in _numbers))
-    for (_dtype_name, _dtype), _with_bias in itertools.product(_DTYPES.items(), (False, True)):
+    for (_dtype_name, _dtype), _with_bias in itertools.product(DTYPES.items(), (False, True)):
         _make(
             fc1_name(_gate, _dtype_name, bias=_with_bias),
             _fc1(_dtype, _halves),
