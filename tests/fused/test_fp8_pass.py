@@ -26,6 +26,7 @@ from te_offload.ops import te_adapter
 from tests.layouts.test_delayed_scaling import state
 from tests.support import te_on_cpu
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
+from tests.support.reference import activate, grouped_linear
 
 EXPERTS, HIDDEN, FFN, SPLITS = 3, 64, 128, (128, 0, 384)
 TOKENS = sum(SPLITS)
@@ -110,12 +111,20 @@ def test_output_and_gradients_are_those_of_the_unfused_path(
 
 @EVERY
 @pytest.mark.parametrize("activation", ["swiglu", "swiglu-interleaved", "clamped-qgeglu", "situ-glu"])
-def test_gated_activations_give_what_they_give_without_quantization(recipe: str, activation: str) -> None:
-    """The kernels of Transformer Engine's unfused path are not replaced."""
+def test_output_and_gradients_of_gated_activations_are_near_fp64(recipe: str, activation: str) -> None:
+    """The kernels of Transformer Engine's gated ops are not replaced here."""
     module = mlp(activation=activation)
     found = [step(module, recipe, seed) for seed in range(3)][-1]
     assert_ran_fused(module)
-    assert_near(found, run(module, SPLITS, hidden=HIDDEN, seed=2), 0.12)
+    x, _, scales = (tensor.detach() for tensor in make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16, seed=2))
+    x, scales = x.double().requires_grad_(), scales.double().requires_grad_()
+    weights = [p.detach().double().requires_grad_() for p in module.parameters()]
+    act_input = grouped_linear(x, SPLITS, weights[:EXPERTS])
+    output = grouped_linear(activate(activation, act_input, scales), SPLITS, weights[EXPERTS:])
+    output.square().sum().backward()
+    grads = {name: weight.grad for (name, _), weight in zip(module.named_parameters(), weights, strict=True)}
+    expected = {"output": output.detach(), "input0": x.grad, "input1": scales.grad} | grads
+    assert_near(found, {name: value for name, value in expected.items() if value is not None}, 0.12)
 
 
 def test_two_linears_may_have_split_sizes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

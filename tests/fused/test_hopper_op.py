@@ -51,7 +51,7 @@ def fc2_row(session: OffloadSession) -> Any:
 @pytest.mark.parametrize("splits", [SPLITS, (0, 0, 11, 0), (1, 1, 1, 1)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_output_and_every_gradient_are_near_fp64(splits: Sequence[int], activation: str) -> None:
-    module = mlp(activation=activation)
+    module = mlp(activation=activation, ffn=64)  # of which an interleaved activation has two blocks of each half
     found = run(module, splits)
     assert len(fused_ops(module)) == 1
     x, _, scales = (tensor.detach() for tensor in make_inputs(splits))
@@ -100,9 +100,9 @@ def test_without_gradients_nothing_is_saved() -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_fused_and_unfused_agree(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
-    fused = run(mlp(activation=activation), SPLITS)
+    fused = run(mlp(activation=activation, ffn=64), SPLITS)
     monkeypatch.setenv(hopper.SWITCH, "0")
-    module = mlp(activation=activation)
+    module = mlp(activation=activation, ffn=64)
     unfused = run(module, SPLITS)
     assert not fused_ops(module)
     assert fused.keys() == unfused.keys()
