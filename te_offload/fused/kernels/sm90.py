@@ -159,9 +159,10 @@ class Sm90Kernels:
     ) -> None:
         """See `Kernels.fc1_dgrad`."""
         self.clear(offsets, out)
-        tile, kernel = self._tile("dgrad", dact_input, weights, out), sm90_device.DgradGemm
-        values = {TABLE: weights.table}
-        self._launch(kernel, tile, dact_input, weights.view, out, None, values, offsets, count, transposed=True)
+        tile, kernel = self._tile("dgrad", dact_input, weights, out), self._dgrad_kernel()
+        values, pairs = {TABLE: weights.table}, self._pairs
+        ways: dict[str, Any] = {"transposed": True, "pairs": pairs}
+        self._launch(kernel, tile, dact_input, weights.view, out, None, values, offsets, count, **ways)
 
     def wgrad(
         self,
@@ -177,9 +178,19 @@ class Sm90Kernels:
         kernel = sm90_device.AddingWgradGemm if accumulate else sm90_device.WgradGemm
         self._wgrad(kernel, dy, x, offsets, out, order)
 
-    def fc1_wgrad(self, *args: Any, **kwargs: Any) -> None:
+    def fc1_wgrad(
+        self,
+        dact_input: torch.Tensor,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        out: Experts,
+        *,
+        accumulate: bool,
+        order: TileOrder | None = None,
+    ) -> None:
         """See `Kernels.fc1_wgrad`."""
-        self.wgrad(*args, **kwargs)
+        kernel = self._fc1_wgrad_kernel(accumulate=accumulate, beside=False)
+        self._wgrad(kernel, dact_input, x, offsets, out, order, self._pairs)
 
     def fc1_backward(
         self,
@@ -197,8 +208,21 @@ class Sm90Kernels:
         """See `Kernels.fc1_backward`. Tiles of the wgrad fill the SMs for which the dgrad has no more."""
         self.fc1_dgrad(dact_input, weights, offsets, dx, count)
         # Nothing may be launched, or given memory, between the two: the wgrad does not wait for it.
-        kernel = sm90_device.AddingBesideWgradGemm if accumulate else sm90_device.BesideWgradGemm
-        self._wgrad(kernel, dact_input, x, offsets, dweights, order)
+        kernel = self._fc1_wgrad_kernel(accumulate=accumulate, beside=True)
+        self._wgrad(kernel, dact_input, x, offsets, dweights, order, self._pairs)
+
+    @property
+    def _pairs(self) -> int | None:
+        """What `Launches` is told of the order of FC1's weights."""
+        return None
+
+    def _dgrad_kernel(self) -> type[Any]:
+        return sm90_device.DgradGemm
+
+    def _fc1_wgrad_kernel(self, *, accumulate: bool, beside: bool) -> type[Any]:
+        if beside:
+            return sm90_device.AddingBesideWgradGemm if accumulate else sm90_device.BesideWgradGemm
+        return sm90_device.AddingWgradGemm if accumulate else sm90_device.WgradGemm
 
     def _wgrad(
         self,
@@ -208,9 +232,10 @@ class Sm90Kernels:
         offsets: torch.Tensor,
         out: Experts,
         order: TileOrder | None,
+        pairs: int | None = None,
     ) -> None:
         tile = self._wgrad_tile("wgrad", x.shape[0], out)
-        self._launch_wgrad(kernel, tile, dy.mT, x.mT, out.view, {TABLE: out.table}, offsets, order)
+        self._launch_wgrad(kernel, tile, dy.mT, x.mT, out.view, {TABLE: out.table}, offsets, order, pairs)
 
     def _launch_wgrad(
         self,

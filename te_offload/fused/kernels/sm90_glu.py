@@ -13,7 +13,7 @@ import torch
 
 from te_offload.fused.kernels import sm90_glu_device
 from te_offload.fused.kernels.experts import Experts
-from te_offload.fused.kernels.interface import Gated, Orders, TileCount, TileOrder
+from te_offload.fused.kernels.interface import Gated, Orders, TileCount
 from te_offload.fused.kernels.pairs import to_halves, to_pairs
 from te_offload.fused.kernels.sm90 import DTYPE_NAMES, Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
@@ -46,8 +46,8 @@ class Sm90GluKernels(Sm90Kernels):
         kernel = getattr(
             sm90_glu_device, sm90_glu_device.fc1_name(gated.gate, DTYPE_NAMES[x.dtype], bias=bias is not None)
         )
-        tile, pairs = self._tile("glu", x, weights, act_input), gated.interleave
-        self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets, count, pairs=pairs)
+        tile = self._tile("glu", x, weights, act_input)
+        self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets, count, pairs=self._pairs)
         return act_input, fc2_input
 
     def fc2_dgrad(
@@ -69,70 +69,21 @@ class Sm90GluKernels(Sm90Kernels):
         self._launch(kernel, tile, dy, weights.view, dact_input, act_input, values, offsets, count, **ways)
         return dact_input, fc2_input, *self._sums(parts, offsets, count)
 
-    def fc1_dgrad(
-        self,
-        dact_input: torch.Tensor,
-        weights: Experts,
-        offsets: torch.Tensor,
-        out: torch.Tensor,
-        count: TileCount | None = None,
-    ) -> None:
-        """See `Kernels.fc1_dgrad`."""
-        self.clear(offsets, out)
-        kernel, values = sm90_glu_device.PairedDgradGemm, {TABLE: weights.table}
-        tile, pairs = self._tile("dgrad", dact_input, weights, out), self._gated.interleave
-        ways: dict[str, Any] = {"transposed": True, "pairs": pairs}
-        self._launch(kernel, tile, dact_input, weights.view, out, None, values, offsets, count, **ways)
-
-    def fc1_wgrad(
-        self,
-        dact_input: torch.Tensor,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        out: Experts,
-        *,
-        accumulate: bool,
-        order: TileOrder | None = None,
-    ) -> None:
-        """See `Kernels.fc1_wgrad`."""
-        self._paired_wgrad("", dact_input, x, offsets, out, order, accumulate=accumulate)
-
-    def fc1_backward(
-        self,
-        dact_input: torch.Tensor,
-        x: torch.Tensor,
-        weights: Experts,
-        offsets: torch.Tensor,
-        dx: torch.Tensor,
-        dweights: Experts,
-        *,
-        accumulate: bool,
-        order: TileOrder | None = None,
-        count: TileCount | None = None,
-    ) -> None:
-        """See `Kernels.fc1_backward`, and `Sm90Kernels.fc1_backward`."""
-        self.fc1_dgrad(dact_input, weights, offsets, dx, count)
-        self._paired_wgrad("Beside", dact_input, x, offsets, dweights, order, accumulate=accumulate)
-
     def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """See `Kernels.fc1_bias_grads`."""
         return to_halves(super().fc1_bias_grads(dact_input, bias, offsets), self._gated.interleave)
 
-    def _paired_wgrad(
-        self,
-        begins: str,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        offsets: torch.Tensor,
-        out: Experts,
-        order: TileOrder | None,
-        *,
-        accumulate: bool,
-    ) -> None:
-        kernel = getattr(sm90_glu_device, f"{'Adding' if accumulate else ''}Paired{begins}WgradGemm")
-        tile, values = self._wgrad_tile("wgrad", x.shape[0], out), {TABLE: out.table}
-        pairs = self._gated.interleave
-        self._launch_wgrad(kernel, tile, dy.mT, x.mT, out.view, values, offsets, order, pairs)
+    @property
+    def _pairs(self) -> int | None:
+        return self._gated.interleave
+
+    def _dgrad_kernel(self) -> type[Any]:
+        return sm90_glu_device.PairedDgradGemm
+
+    def _fc1_wgrad_kernel(self, *, accumulate: bool, beside: bool) -> type[Any]:
+        name = f"{'Adding' if accumulate else ''}Paired{'Beside' if beside else ''}WgradGemm"
+        kernel: type[Any] = getattr(sm90_glu_device, name)
+        return kernel
 
     def _numbers(self) -> dict[str, Any]:
         return sm90_glu_device.numbers_of(self._gated)
