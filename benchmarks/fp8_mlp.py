@@ -4,8 +4,8 @@ In: a shape and a recipe. Out: ways, each with a forward, and a forward and back
 alike: (i) weights are bf16 and quantized in each forward; (ii) they are FP8 parameters (`te.quantized_model_init`), or, in
 the module te.GroupedLinear as Megatron-LM runs it, quantized copies that stay over micro-batches
 (``is_first_microbatch=False``), whose split sizes the host knows. `floor` is what a regime cannot go below: the products
-alone, measured, and the bytes that quantizing reads and writes at the measured rate of a copy on the GPU. By blocks there
-is no floor.
+alone, measured, and the bytes that quantizing reads and writes at the measured rate of a copy on the GPU. By blocks, and
+with a gated activation, there is no floor.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ class Fp8Case:
     """One shape under one recipe.
 
     Args:
-        experts, hidden, ffn, tokens: the shape. sizes: tokens of each expert.
+        experts, hidden, ffn, tokens: the shape. sizes: tokens of each expert. gated: SwiGLU, else squared ReLU.
     """
 
-    def __init__(self, experts: int, hidden: int, ffn: int, tokens: int, sizes: list[int], recipe: Any) -> None:
+    def __init__(
+        self, experts: int, hidden: int, ffn: int, tokens: int, sizes: list[int], recipe: Any, *, gated: bool = False
+    ) -> None:
         torch.manual_seed(0)
         self.shape = experts, hidden, ffn
+        self._gated = gated
+        self._wide = 2 * ffn if gated else ffn
         self.recipe = recipe
         self.splits = sizes
         self.sizes = torch.tensor(sizes, device="cuda")
@@ -55,9 +59,9 @@ class Fp8Case:
         }
 
     @property
-    def by_blocks(self) -> bool:
-        """Whether numbers of a block share a scale."""
-        return bool(self.recipe.float8_block_scaling())
+    def has_floor(self) -> bool:
+        """Whether `floor` knows the shape and recipe."""
+        return not (self._gated or self.recipe.float8_block_scaling())
 
     def offloaded(self) -> dict[str, int]:
         """Bytes of each slot that goes in a step, weights quantized in it, and of all copies out."""
@@ -79,8 +83,8 @@ class Fp8Case:
         size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
         with te.quantized_model_init(enabled=quantized, recipe=self.recipe):
             return te.ops.Sequential(
-                room.GroupedLinear(experts, hidden, ffn, **size),
-                room.ScaledSReLU(),
+                room.GroupedLinear(experts, hidden, self._wide, **size),
+                room.ScaledSwiGLU() if self._gated else room.ScaledSReLU(),
                 room.GroupedLinear(experts, ffn, hidden, **size),
             )
 
@@ -91,8 +95,8 @@ class Fp8Case:
     def _of_modules(self) -> Way:
         experts, hidden, ffn = self.shape
         size: dict[str, Any] = {"bias": False, "params_dtype": torch.bfloat16}
-        fc1, fc2 = te.GroupedLinear(experts, hidden, ffn, **size), te.GroupedLinear(experts, ffn, hidden, **size)
-        activation = te.ops.Sequential(te.ops.ScaledSReLU())
+        fc1, fc2 = te.GroupedLinear(experts, hidden, self._wide, **size), te.GroupedLinear(experts, ffn, hidden, **size)
+        activation = te.ops.Sequential(te.ops.ScaledSwiGLU() if self._gated else te.ops.ScaledSReLU())
         first: list[bool] = [True]
 
         def forward() -> torch.Tensor:

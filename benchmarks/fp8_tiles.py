@@ -2,7 +2,7 @@
 
     ./run benchmarks.fp8_tiles current fc1=208t@2x1,fc2=208t@2x1 wgrad=128 [--experts 64 --hidden 2048 --ffn 1408
         --tokens 32768 --json FILE]
-    ./run benchmarks.fp8_tiles blocks fc1=128@2x1,fc2=128@2x1 dact=128@2x1,dgrad=128@2x1
+    ./run benchmarks.fp8_tiles blocks fc1=128@2x1,fc2=128@2x1 dact=128@2x1,dgrad=128@2x1 --activation swiglu
 
 The recipe is ``current`` (a scale a tensor; sums of the forward in the tensor cores, of the backward in float32) or
 ``blocks``. A way names products and their tiles: ``fc1``, ``fc2``, ``dact`` (FC2's dgrad with the activation's), ``dgrad``
@@ -25,8 +25,8 @@ import torch
 
 from benchmarks.grouped_mlp import Step, captured, milliseconds, split
 from benchmarks.tiles import IN_USE, REST_S, parse_tile, random_split
-from te_offload.fused.kernels import sm90_blocks, sm90_fp8, sm90_tiles
-from te_offload.fused.kernels.interface import Orders, SquaredReLU, TileCount, TileOrder
+from te_offload.fused.kernels import sm90_block_glu, sm90_blocks, sm90_fp8, sm90_fp8_glu, sm90_tiles
+from te_offload.fused.kernels.interface import Gate, Gated, Orders, SquaredReLU, TileCount, TileOrder
 from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 
@@ -58,21 +58,23 @@ class CurrentCase:
     """Numbers in FP8 with a scale a tensor, and room for the results.
 
     Args:
-        sizes: tokens of each expert.
+        sizes: tokens of each expert. gated: SwiGLU, else squared ReLU.
     """
 
-    def __init__(self, hidden: int, ffn: int, sizes: list[int], device: str = "cuda") -> None:
+    def __init__(self, hidden: int, ffn: int, sizes: list[int], device: str = "cuda", *, gated: bool = False) -> None:
         torch.manual_seed(0)
-        tokens = sum(sizes)
+        tokens, self.gated = sum(sizes), gated
         self.x, self.dy = (torch.randn(tokens, hidden, device=device).bfloat16() for _ in range(2))
         self.router, self.sizes = torch.rand(tokens, device=device), torch.tensor(sizes, device=device)
-        shapes = (len(sizes), ffn, hidden), (len(sizes), hidden, ffn)
+        shapes = (len(sizes), 2 * ffn if gated else ffn, hidden), (len(sizes), hidden, ffn)
         self.weights = [(torch.randn(shape, device=device) * shape[2] ** -0.5).bfloat16() for shape in shapes]
         self.dweights = [torch.empty_like(one) for one in self.weights]
         self._quantize()
 
     def kernels(self, *tiles: Any) -> Any:
         """Those of the recipe. ``tiles``: as `Sm90Kernels` takes them."""
+        if self.gated:
+            return sm90_fp8_glu.Sm90Fp8GluKernels(Gated(Gate.SWIGLU), *tiles)
         return sm90_fp8.Sm90Fp8Kernels(SquaredReLU(), *tiles)
 
     def _quantize(self) -> None:
@@ -120,6 +122,8 @@ class BlockCase(CurrentCase):
 
     def kernels(self, *tiles: Any) -> Any:
         """Those of the recipe."""
+        if self.gated:
+            return sm90_block_glu.Sm90BlockGluKernels(Gated(Gate.SWIGLU), *tiles)
         return sm90_blocks.Sm90BlockKernels(SquaredReLU(), *tiles)
 
     def _quantize(self) -> None:
@@ -140,7 +144,7 @@ class BlockCase(CurrentCase):
     def fc1(self, kernels: Any, count: TileCount | None) -> torch.Tensor:
         """FC1, without the quantizer after it."""
         out = torch.empty_like(self._act_input)
-        kernels.linear_blocks(self._x, self._w1.rows, out, self.offsets, count=count)
+        kernels.fc1_linear(self._x, self._w1, None, out, self.offsets, count)
         return out
 
     def fc2(self, kernels: Any, out: torch.Tensor, count: TileCount | None) -> None:
@@ -239,8 +243,10 @@ def main() -> None:
     parser.add_argument("ways", nargs="+", metavar="WAY")
     for name, value in (("experts", 64), ("hidden", 2048), ("ffn", 1408), ("tokens", 32768), ("rounds", 12)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--activation", choices=("srelu", "swiglu"), default="srelu")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
+    gated = arguments.activation == "swiglu"
     experts, hidden, ffn, tokens = arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens
     ways: dict[str, Way] = {IN_USE: {}}
     for text in arguments.ways:
@@ -248,10 +254,12 @@ def main() -> None:
             ways[text] = parse_way(text)
         except argparse.ArgumentTypeError as error:
             parser.error(str(error))
-    print(f"{torch.cuda.get_device_name()}; FP8, {arguments.recipe}; E{experts} H{hidden} F{ffn} T{tokens}; ms")
+    shape = f"E{experts} H{hidden} F{ffn} T{tokens}{' SwiGLU' if gated else ''}"
+    print(f"{torch.cuda.get_device_name()}; FP8, {arguments.recipe}; {shape}; ms")
     found: dict[str, Any] = {}
     for routing, sizes in (("even", split(experts, tokens, skew=None)), ("random", random_split(experts, tokens))):
-        rows = found[routing] = compare(RECIPES[arguments.recipe](hidden, ffn, sizes), ways, arguments.rounds)
+        case = RECIPES[arguments.recipe](hidden, ffn, sizes, gated=gated)
+        rows = found[routing] = compare(case, ways, arguments.rounds)
         print(
             f"\n| {routing} routing | forward, hot | cool | backward, hot | cool | same bits |\n|---|---|---|---|---|---|"
         )

@@ -38,7 +38,6 @@ import transformer_engine.pytorch as te
 from te_offload import ops
 from te_offload.demo.recipes import RECIPES
 from te_offload.fused import hopper
-from te_offload.fused.activations import GLU_SWITCH
 from te_offload.fused.kernels import sm90, sm90_glu, sm90_launch, sm90_tiles
 from te_offload.fused.kernels.interface import Gate, Gated, SquaredReLU
 from te_offload.ops import te_adapter
@@ -319,12 +318,10 @@ def main() -> None:
     parser.add_argument(
         "--recipe", choices=("fp8", "fp8-delayed", "fp8-block"), help="quantize, with the demo's recipe of that name"
     )
-    parser.add_argument("--activation", choices=("srelu", "swiglu"), default="srelu", help="in bf16")
+    parser.add_argument("--activation", choices=("srelu", "swiglu"), default="srelu")
     arguments = parser.parse_args()
     gated = arguments.activation == "swiglu"
-    if gated and arguments.recipe:
-        parser.error("--activation swiglu goes without --recipe.")
-    os.environ |= {hopper.SWITCH: "1", GLU_SWITCH: "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
+    os.environ |= {hopper.SWITCH: "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
     single = arguments.single_grouped_weight
     size = arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens
     floor: dict[str, float] = {}
@@ -334,9 +331,10 @@ def main() -> None:
 
         make = RECIPES[arguments.recipe].make
         assert make is not None
-        quantized = Fp8Case(*size, split(arguments.experts, arguments.tokens, skew=arguments.skew), make())
+        sizes = split(arguments.experts, arguments.tokens, skew=arguments.skew)
+        quantized = Fp8Case(*size, sizes, make(), gated=gated)
         ways = quantized.ways()
-        floor = {} if quantized.by_blocks else quantized.floor(milliseconds)
+        floor = quantized.floor(milliseconds) if quantized.has_floor else {}
         offloaded = quantized.offloaded()
     else:
         ways = dense_ways(Case(*size, skew=arguments.skew, single=single, gated=gated))

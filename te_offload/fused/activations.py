@@ -1,11 +1,10 @@
-"""What the fused op's kernels are told of the activation between FC1 and FC2.
+"""What the fused op's kernels are told of the activation between FC1 and FC2, and which gated ones they do not take.
 
-In: an op. Out: an `Activation`. Keeps true: numbers are those that the op computes with. Does not: compute.
+In: an op. Out: an `Activation`, a reason. Keeps true: numbers are those that the op computes with. Does not: compute.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import transformer_engine.pytorch as te
@@ -13,8 +12,9 @@ import transformer_engine.pytorch as te
 from te_offload.fused.kernels.interface import Activation, Gate, Gated, SquaredReLU
 from te_offload.ops import te_adapter
 
-GLU_SWITCH = "TE_OFFLOAD_FUSED_GLU"
 _BLOCK = 32  # columns of each half that the kernels' tiles hold a multiple of
+_HALF_TILE = 64  # columns of each half in a tile by blocks: one whose half is in two blocks of scales is not taken
+_AT_ONCE = 8  # columns that a thread of the quantizers by blocks reads from one half
 
 
 def is_gated(op: Any) -> bool:
@@ -43,14 +43,22 @@ def reason_against(window: Any, *, by_blocks: bool, reference: bool) -> str | No
     if not is_gated(window.activation):
         return None
     name = type(window.activation).__name__
-    if by_blocks:
-        return f"its activation is {name}, which does not run fused by blocks"
-    if not reference and os.environ.get(GLU_SWITCH) != "1":
-        return f"its activation is {name}, whose kernels have not been seen on a card yet; {GLU_SWITCH}=1 takes it"
     interleave = window.activation.glu_interleave_size or 1
     if not reference and _BLOCK % interleave:
         return f"its activation is {name} with glu_interleave_size={interleave}, which does not divide {_BLOCK}"
     columns, block = window.fc1.out_features, 2 * interleave
     if columns % block:
         return f"FC1 gives {columns} columns, which are not a multiple of {block} (2 x glu_interleave_size)"
+    return reason_by_blocks(window.activation, columns) if by_blocks and not reference else None
+
+
+def reason_by_blocks(op: Any, columns: int) -> str | None:
+    """Why Hopper's kernels for FP8 by blocks do not take an activation of so many columns; ``None`` if they do."""
+    if not is_gated(op):
+        return None
+    interleave, name = op.glu_interleave_size, type(op).__name__
+    if interleave and interleave % _AT_ONCE:
+        return f"its activation is {name} with glu_interleave_size={interleave}; by blocks it takes 8, 16 and 32"
+    if not interleave and columns % (2 * _HALF_TILE):
+        return f"FC1 gives {columns} columns to {name}, which are not a multiple of {2 * _HALF_TILE}, as it takes by blocks"
     return None

@@ -135,7 +135,7 @@ class BlockPass:
         """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""
         kernels, offsets = self._kernels, self._offsets1
         self._rebuilt = self._columns = None
-        rows, self._columns = kernels.block_rows(dact_input, offsets, self._scaling1.grad_output, by_column=wgrad)
+        rows, self._columns = kernels.block_dact_rows(dact_input, offsets, self._scaling1.grad_output, by_column=wgrad)
         kernels.linear_blocks(rows, self._weights1.columns, out, offsets, count=self._orders.fc1_dgrad)
         kernels.clear(offsets, out)
         self._weights1 = BlockWeights(None, None)

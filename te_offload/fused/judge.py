@@ -77,8 +77,11 @@ def _call_reason(
     if not requires_grad[0] == requires_grad[1] == requires_grad[2]:
         return "a gradient is needed by some of its ops alone"
     dtypes, device, on_gpu = [], input_.device, input_.is_cuda
-    if way not in (quantized.DENSE, quantized.TENSOR_SCALES) and activations.is_gated(activation):
-        return f"its activation is {type(activation).__name__}, which does not run fused by blocks"
+    if on_gpu and way not in (quantized.DENSE, quantized.TENSOR_SCALES):
+        # The recipe may be another one than when it was fused.
+        reason = activations.reason_by_blocks(activation, fc1.out_features)
+        if reason is not None:
+            return reason
     for op, scaling in zip((fc1, fc2), scalings, strict=True):
         if isinstance(scaling, str):
             return scaling

@@ -14,7 +14,7 @@ import torch
 from te_offload.fused import block_pass, fp8_pass
 from te_offload.fused.block_pass import BlockPass
 from te_offload.fused.fp8_pass import Fp8Pass
-from te_offload.fused.kernels.interface import Activation, Counts, Gated, Kernels, SquaredReLU
+from te_offload.fused.kernels.interface import Activation, Counts, Gated, Kernels
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
@@ -100,7 +100,7 @@ def make_kernels(way: Way, activation: Activation, *, reference: bool) -> Kernel
         from te_offload.fused.kernels.sm90_fp8_glu import Sm90Fp8GluKernels
 
         return (Sm90Fp8GluKernels if gated else Sm90Fp8Kernels)(activation)
+    from te_offload.fused.kernels.sm90_block_glu import Sm90BlockGluKernels
     from te_offload.fused.kernels.sm90_blocks import Sm90BlockKernels
 
-    assert isinstance(activation, SquaredReLU), "gated ones do not go by blocks"
-    return Sm90BlockKernels(activation)
+    return (Sm90BlockGluKernels if gated else Sm90BlockKernels)(activation)

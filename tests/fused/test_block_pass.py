@@ -110,6 +110,17 @@ def test_output_and_gradients_are_near_those_without_quantization(
 
 
 @EVERY
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu-interleaved", "clamped-qgeglu", "situ-glu"])
+def test_gated_activations_are_near_those_without_quantization_too(recipe: str, activation: str) -> None:
+    """Both factors of a product are off."""
+    module = mlp(activation=activation, bias=True)
+    found = step(module, recipe)
+    assert_all_fused(module)
+    expected = run(mlp(activation=activation, bias=True), SPLITS, hidden=HIDDEN)
+    assert_near(found, expected, 1.25 * max(NEAR[recipe], 0.1))
+
+
+@EVERY
 def test_two_linears_may_have_split_sizes_of_their_own(recipe: str) -> None:
     found = []
     for quantizes in (True, False):

@@ -15,7 +15,7 @@ pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is no
 from benchmarks import fp8_tiles
 from benchmarks.tiles import IN_USE
 from te_offload.fused.kernels import sm90_tiles
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.interface import Activation, Gate, Gated, SquaredReLU
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.fused.kernels.sm90_launch import Tile
@@ -39,7 +39,7 @@ def test_what_is_no_way_is_refused_with_one_that_is(text: str, named: str) -> No
         fp8_tiles.parse_way(text)
 
 
-def asking(base: type[Any], asked: Asked) -> type[Any]:
+def asking(base: type[Any], asked: Asked, activation: Activation) -> type[Any]:
     """Torch's arithmetic; asks for a tile with each product, as the kernels do."""
 
     def tile_for(*_: object) -> Tile:
@@ -47,7 +47,7 @@ def asking(base: type[Any], asked: Asked) -> type[Any]:
 
     class Asking(base):
         def __init__(self, tiles: Callable[..., Tile] = tile_for) -> None:
-            super().__init__(SquaredReLU())
+            super().__init__(activation)
             self._tile_for = tiles
 
         def __getattribute__(self, name: str) -> Any:
@@ -58,22 +58,26 @@ def asking(base: type[Any], asked: Asked) -> type[Any]:
     return Asking
 
 
-def case_of(monkeypatch: pytest.MonkeyPatch, recipe: str, asked: Asked) -> fp8_tiles.CurrentCase:
+def case_of(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, asked: Asked, *, gated: bool = False
+) -> fp8_tiles.CurrentCase:
+    activation = Gated(Gate.SWIGLU) if gated else SquaredReLU()
     base = {"current": ReferenceFp8Kernels, "blocks": ReferenceBlockKernels}[recipe]
     room = fp8_tiles.RECIPES[recipe]
-    monkeypatch.setattr(room, "kernels", lambda _, *tiles: asking(base, asked)(*tiles))
-    case = room(HIDDEN, FFN, [5, 0, 7, 4], device="cpu")
+    monkeypatch.setattr(room, "kernels", lambda _, *tiles: asking(base, asked, activation)(*tiles))
+    case = room(HIDDEN, FFN, [5, 0, 7, 4], device="cpu", gated=gated)
     asked.clear()
     return case
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("recipe", fp8_tiles.RECIPES)
+@pytest.mark.parametrize("gated", [False, True], ids=["squared ReLU", "SwiGLU"])
 def test_a_way_gives_its_tile_to_the_product_that_it_names_and_to_no_other(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, product: str
+    monkeypatch: pytest.MonkeyPatch, recipe: str, product: str, gated: bool
 ) -> None:
     asked: Asked = []
-    products = fp8_tiles.Products(case_of(monkeypatch, recipe, asked), {product: OTHER})
+    products = fp8_tiles.Products(case_of(monkeypatch, recipe, asked, gated=gated), {product: OTHER})
     results = [*products.forward(), *products.backward()]
     order = ("fc1", "fc2", "dact", "wgrad", "dgrad", "wgrad")
     assert [other for other, _ in itertools.groupby(asked)] == [

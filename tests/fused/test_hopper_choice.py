@@ -13,10 +13,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
 
 from te_offload import OffloadSession, ops
-from te_offload.fused import Fusion, Support, activations, blackwell, find_windows, hopper, machine, quantized
+from te_offload.fused import Fusion, Support, blackwell, find_windows, hopper, machine
 from te_offload.fused.calls import calls_of
-from te_offload.fused.judge import judge
-from te_offload.ops.scaling import BlockFormat
 from tests.support.mlp import make_inputs, make_mlp, run
 
 SPLITS = (5, 0, 7, 4)
@@ -42,35 +40,32 @@ def test_switch_keeps_windows_unfused_and_is_on_without_one(monkeypatch: pytest.
     assert hopper.explain(window).ok
 
 
-def test_gated_activations_are_taken_by_torch_or_if_asked_for_and_never_by_blocks(
+def gated_window(columns: int, interleave: int | None = None) -> Any:
+    linear: dict[str, Any] = {"bias": False, "device": "cpu"}
+    fc1, fc2 = ops.GroupedLinear(4, 64, columns, **linear), ops.GroupedLinear(4, columns // 2, 64, **linear)
+    return next(find_windows([fc1, ops.ScaledSwiGLU(interleave), fc2]))
+
+
+def test_gated_activations_are_taken_where_kernels_can_tell_their_halves_and_torch_takes_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    window = next(find_windows(list(mlp(activation="swiglu"))))
-    assert hopper.explain(window).ok
-    assert hopper.explain(window, te_recipe.Float8CurrentScaling()).ok
-    by_blocks = te_recipe.Float8BlockScaling()
-    assert "ScaledSwiGLU, which does not run fused by blocks" in hopper.explain(window, by_blocks).reason
+    of_tensors, by_blocks = te_recipe.Float8CurrentScaling(), te_recipe.Float8BlockScaling()
+    for recipe in (None, of_tensors, by_blocks):
+        assert hopper.explain(gated_window(256, 64), recipe).ok
     monkeypatch.setenv(hopper.SWITCH, "1")
     monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
     monkeypatch.setattr(machine, "broken_package", lambda **_: None)
-    assert f"not been seen on a card yet; {activations.GLU_SWITCH}=1" in hopper.explain(window).reason
-    monkeypatch.setenv(activations.GLU_SWITCH, "1")
-    assert hopper.explain(window).ok
-    linear: dict[str, Any] = {"bias": False, "device": "cpu"}
-    wide: list[Any] = [
-        ops.GroupedLinear(4, 64, 256, **linear),
-        ops.ScaledSwiGLU(64),
-        ops.GroupedLinear(4, 128, 64, **linear),
-    ]
-    assert "glu_interleave_size=64, which does not divide 32" in hopper.explain(next(find_windows(wide))).reason
-
-
-def test_a_call_of_a_gated_window_by_blocks_goes_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "way_of_call", lambda: BlockFormat.FP8)
-    monkeypatch.setattr(quantized, "scaling_of", lambda *_, **__: None)
-    x, sizes, scales = make_inputs(SPLITS)
-    judged = judge(list(mlp(activation="swiglu")), [False] * 3, x, [(sizes,), (scales,), (sizes,)])
-    assert judged.reason == "its activation is ScaledSwiGLU, which does not run fused by blocks"
+    for recipe in (None, of_tensors, by_blocks):
+        assert hopper.explain(gated_window(256), recipe).ok and hopper.explain(gated_window(192, 16), recipe).ok
+        reason = str(hopper.explain(gated_window(256, 64), recipe).reason)
+        assert "glu_interleave_size=64, which does not divide 32" in reason
+    for columns, interleave, reason in (
+        (256, 4, "ScaledSwiGLU with glu_interleave_size=4; by blocks it takes 8, 16 and 32"),
+        (192, None, "FC1 gives 192 columns to ScaledSwiGLU, which are not a multiple of 128"),
+    ):
+        window = gated_window(columns, interleave)
+        assert hopper.explain(window).ok and hopper.explain(window, of_tensors).ok
+        assert reason in str(hopper.explain(window, by_blocks).reason)
 
 
 def test_report_says_how_grouped_mlps_ran(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +180,7 @@ def test_triton_is_asked_for_only_where_numbers_are_quantized(monkeypatch: pytes
     assert machine.broken_package(quantizes=True) == broken
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "plain te.ops", "taken"])
+@pytest.mark.parametrize("kind", ["wide blocks", "plain te.ops", "taken"])
 def test_kernels_are_imported_only_for_windows_that_are_taken(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Their import takes seconds."""
     monkeypatch.setenv(hopper.SWITCH, "1")
@@ -197,7 +192,7 @@ def test_kernels_are_imported_only_for_windows_that_are_taken(monkeypatch: pytes
         fc1, fc2 = te.ops.GroupedLinear(4, 16, 8, **size), te.ops.GroupedLinear(4, 8, 16, **size)
         module = te.ops.Sequential(fc1, te.ops.ScaledSReLU(), fc2)
     else:
-        module = mlp(activation="swiglu") if kind == "swiglu" else mlp()
+        module = te.ops.Sequential(*gated_window(256, 64).ops) if kind == "wide blocks" else mlp()
     fused = hopper.fuse_windows(list(module))
     assert bool(asked) == (kind == "taken") == (len(fused) == 1)
 

@@ -95,8 +95,10 @@ def test_every_kernel_of_fp8_by_blocks_compiles_for_sm_90a(running: Running) -> 
     # a product in three ways, fc2_dgrad for both activations, its sums, three wgrads; quantizers of rows alone and with
     # columns both ways, of what both activations make, of the columns of one, and of weights one way and both; for many
     # tokens other tiles of all products
-    assert printed.count("15 launches") == 2 and "4 launches" in printed
-    assert kernels == 3 + 2 + 1 + 3 + 3 + 2 + 1 + 2 + (3 + 1 + 3)
+    # of each of three gated ones fc2_dgrad, what it makes, and the columns of that; for both orders of columns fc1 with and
+    # without bias, and what is in pairs, with columns and without
+    assert printed.count("15 launches") == 2 and "4 launches" in printed and printed.count("9 launches") == 3
+    assert kernels == 3 + 2 + 1 + 3 + 3 + 2 + 1 + 2 + (3 + 1 + 3) + 3 * 3 + 2 * (2 + 2)
 
 
 @pytest.mark.parametrize("part", PARTS[1:])

@@ -9,7 +9,8 @@ import torch
 
 from te_offload.fused.kernels.block_interface import BlockNumbers
 from te_offload.fused.kernels.experts import Experts
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.interface import Gate, Gated, SquaredReLU
+from te_offload.fused.kernels.pairs import to_halves, to_pairs
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.ops import arithmetic
 from te_offload.ops.scaling import BlockFormat, BlockScaling
@@ -131,6 +132,60 @@ def test_what_the_activation_makes_is_that_of_torch_arithmetic(dtype: torch.dtyp
     dense = arithmetic.scaled_srelu(act_input, router)
     assert_same_rows(rows, reference.block_rows(dense, offsets, scaling, by_column=False)[0])
     assert_same_columns(columns, reference.rebuild_blocks(act_input, router, offsets, scaling), turned=True)
+
+
+@DTYPES
+@pytest.mark.parametrize(("ffn", "interleave"), [(192, 0), (256, 0), (272, 8), (288, 16), (160, 32)])
+def test_pairs_are_quantized_as_the_halves_that_they_are_of(dtype: torch.dtype, ffn: int, interleave: int) -> None:
+    pairs, offsets, scaling = inputs(dtype, columns=2 * ffn), offsets_of(), BlockScaling(BlockFormat.FP8)
+    halves = to_halves(pairs, interleave)
+    by_row, by_column = ReferenceBlockKernels(SquaredReLU()).block_rows(halves, offsets, scaling, by_column=True)
+    rows, turned = blocks.Quantizers().rows(
+        pairs.cuda(), offsets.cuda(), scaling, pairs=interleave, columns=blocks.TURNED
+    )
+    assert_same_rows(rows, by_row)
+    assert_same_columns(turned, by_column, turned=True)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "gated",
+    [Gated(Gate.SWIGLU), Gated(Gate.CLAMPED_QGEGLU, (0.75, 1.702, 1.0), 16), Gated(Gate.SITU_GLU, (4.0, 25.0), 32)],
+    ids=lambda one: one.gate.value,
+)
+def test_what_a_gate_makes_of_pairs_is_near_that_of_torch_arithmetic_and_alike_both_ways(
+    dtype: torch.dtype, gated: Gated
+) -> None:
+    """Numbers of 8 bits within one step, and scales that are no powers of two within a rounding of ``dtype``."""
+    scaling, offsets = BlockScaling(BlockFormat.FP8, power_of_two=False), offsets_of()
+    ffn = FFN + 16  # a multiple of 32
+    halves, router = seeded((TOKENS, 2 * ffn), 4, dtype=dtype), torch.rand(TOKENS)
+    after, pairs = (gated, router.cuda()), to_pairs(halves, gated.interleave).contiguous().cuda()
+    quantizers = blocks.Quantizers()
+    rows, _ = quantizers.rows(pairs, offsets.cuda(), scaling, activation=after)
+    _, columns = quantizers.rows(pairs, offsets.cuda(), scaling, activation=after, by_row=False, columns=blocks.TURNED)
+    assert rows is not None and columns is not None
+    dense = ReferenceBlockKernels(gated)._activate(halves, router)
+    used, off = sum(SIZES), torch.finfo(dtype).eps
+    scales = rows.scales[:, :used].cpu()
+    for index in range(scales.shape[0]):
+        upto = slice(128 * index, min(128 * index + 128, ffn))
+        most = dense[:used, upto].float().abs().amax(1) / 448
+        torch.testing.assert_close(scales[index], most, rtol=2 * off, atol=0)
+        found = rows.numbers[:used, upto].cpu().view(torch.float8_e4m3fn).float() * scales[index, :, None]
+        torch.testing.assert_close(found, dense[:used, upto].float(), rtol=2**-3, atol=float(most.max()) * 2**-9)
+    block = 0
+    for part in parts_of(SIZES):
+        count = part.stop - part.start
+        for begin in range(0, count, 128):
+            size = min(128, count - begin)
+            its = slice(part.start + begin, part.start + begin + size)
+            numbers = columns.numbers[:, 128 * block : 128 * block + size].cpu().view(torch.float8_e4m3fn).float().t()
+            found = numbers * columns.scales[block].cpu()
+            most = dense[its].float().abs().amax(0) / 448
+            torch.testing.assert_close(columns.scales[block].cpu(), most, rtol=2 * off, atol=0)
+            torch.testing.assert_close(found, dense[its].float(), rtol=2**-3, atol=float(most.max()) * 2**-9)
+            block += 1
 
 
 @DTYPES

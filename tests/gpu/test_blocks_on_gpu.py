@@ -28,6 +28,8 @@ pytestmark = pytest.mark.gpu
 HIDDEN, FFN = 272, 400  # no multiples of a block
 SPLITS = (128, 0, 331, 61)
 TOKENS = sum(SPLITS)
+GATED = {"swiglu": 448, "swiglu-interleaved": 416, "clamped-qgeglu": 448, "situ-glu": 448}  # and columns that it takes
+ACTIVATIONS = {"srelu": FFN, "tanh-srelu": FFN} | GATED
 RECIPE = te_recipe.Float8BlockScaling()
 EVERY_SPLIT = {"ragged": SPLITS, "one token": (0, 519, 1, 0), "no tokens": (0, 0, 0, 0)}
 
@@ -42,7 +44,8 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mlp(**options: Any) -> te.ops.Sequential:
     torch.manual_seed(0)
-    return make_mlp(experts=4, hidden=HIDDEN, ffn=FFN, device="cuda", **({"dtype": torch.bfloat16} | options))
+    ffn = ACTIVATIONS[options.get("activation", "srelu")]
+    return make_mlp(experts=4, hidden=HIDDEN, ffn=ffn, device="cuda", **({"dtype": torch.bfloat16} | options))
 
 
 def step(module: te.ops.Sequential, seed: int = 1, splits: Any = SPLITS, **options: Any) -> dict[str, torch.Tensor]:
@@ -85,7 +88,7 @@ def test_numbers_and_scales_are_those_of_transformer_engine(what: str, power: bo
 
 
 @pytest.mark.parametrize("splits", EVERY_SPLIT.values(), ids=EVERY_SPLIT)
-@pytest.mark.parametrize("activation", ["srelu", "tanh-srelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_results_are_those_of_torch_arithmetic(
     monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...], activation: str
 ) -> None:
@@ -99,13 +102,14 @@ def test_results_are_those_of_torch_arithmetic(
         op: Any = next(op for op, _ in module._module_groups[0]._forward_ops)
         kernels = op._kernels[True, BlockFormat.FP8]
         assert isinstance(kernels, ReferenceBlockKernels) == (switch == "reference")
+    found = [of_whole_ops(results) for results in found]
     for name, value in found[0].items():
         expected = found[1][name].float()
         off = (value.float() - expected).norm() / expected.norm().clamp(min=1e-6)
         assert off <= 0.02, (name, float(off))
 
 
-@pytest.mark.parametrize("activation", ["srelu", "tanh-srelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_errors_against_fp64_are_those_of_rounding_alone(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
     """No larger than those of arithmetic that rounds as Transformer Engine does, and adds up in float32."""
     dy = seeded((TOKENS, HIDDEN), 9, dtype=torch.bfloat16)
@@ -128,10 +132,11 @@ def test_errors_against_fp64_are_those_of_rounding_alone(monkeypatch: pytest.Mon
 
 @pytest.mark.filterwarnings("ignore:Quantizer is being updated")  # by Transformer Engine, for all weights that are FP8
 @pytest.mark.parametrize("columns", [True, False], ids=["both ways", "as they lie"])
-def test_weights_that_are_fp8_already_give_the_bits_of_those_quantized_now(columns: bool) -> None:
+@pytest.mark.parametrize("activation", ["srelu", "swiglu"])
+def test_weights_that_are_fp8_already_give_the_bits_of_those_quantized_now(columns: bool, activation: str) -> None:
     code: Any = tex.DType.kFloat8E4M3
     quantizer = Float8BlockQuantizer(code, rowwise=True, columnwise=columns, block_scaling_dim=2)
-    dense, module = mlp(), mlp()
+    dense, module = mlp(activation=activation), mlp(activation=activation)
     for place in (0, 2):
         for name, weight in list(module[place].named_parameters()):
             setattr(module[place], name, torch.nn.Parameter(quantizer(weight.detach())))
@@ -143,13 +148,14 @@ def test_weights_that_are_fp8_already_give_the_bits_of_those_quantized_now(colum
 
 
 @pytest.mark.usefixtures("copies_out_end")
-def test_offloading_changes_no_bit_and_two_runs_give_the_same() -> None:
+@pytest.mark.parametrize(("activation", "columns"), [("srelu", FFN), ("swiglu", 2 * GATED["swiglu"])])
+def test_offloading_changes_no_bit_and_two_runs_give_the_same(activation: str, columns: int) -> None:
     runs = []
     for _ in range(2):
-        module = mlp()
+        module = mlp(activation=activation)
         runs.append([step(module, seed) for seed in range(3)])
         assert_all_fused(module)
-    module = mlp()
+    module = mlp(activation=activation)
     with OffloadSession(module, min_bytes=0, max_in_flight=0, verify=True) as session:
         for seed, (one, two) in enumerate(zip(*runs, strict=True)):
             assert_same_bits(one, two)
@@ -159,7 +165,7 @@ def test_offloading_changes_no_bit_and_two_runs_give_the_same() -> None:
     rows = {row.slot: (row.fate, row.nbytes, row.format) for row in record.slots}
     scales = (TOKENS // 128 + len(SPLITS)) * HIDDEN * 4  # room for any split sizes
     assert rows[SlotName.FC1_INPUT] == (Fate.OFFLOADED, TOKENS * HIDDEN + scales, "FP8 by blocks by column")
-    assert rows[SlotName.ACT_INPUT] == (Fate.OFFLOADED, TOKENS * FFN * 2, "bf16")
+    assert rows[SlotName.ACT_INPUT] == (Fate.OFFLOADED, TOKENS * columns * 2, "bf16")
     assert rows[SlotName.FC2_INPUT][0] is Fate.RECOMPUTED
     assert record.bytes_out == record.bytes_back > 0
 
@@ -181,13 +187,14 @@ def test_rows_of_no_expert_are_zero_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("others", [(61, 331, 0, 128), (61, 200, 0, 128)], ids=["all rows", "fewer rows"])
+@pytest.mark.parametrize("activation", ["srelu", "swiglu"])
 def test_two_linears_may_have_split_sizes_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, others: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, others: tuple[int, ...], activation: str
 ) -> None:
     results = []
     for switch in ("1", "reference"):
         monkeypatch.setenv(hopper.SWITCH, switch)
-        module = mlp()
+        module = mlp(activation=activation)
         x, sizes, scales = make_inputs(SPLITS, HIDDEN, device="cuda", dtype=torch.bfloat16)
         with te.autocast(enabled=True, recipe=RECIPE):
             y = module(x, sizes, scales, torch.tensor(others, device="cuda"))
@@ -199,9 +206,10 @@ def test_two_linears_may_have_split_sizes_of_their_own(
         assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
-def test_weights_of_fp16_and_gradients_into_main_grad() -> None:
-    module = mlp(dtype=torch.float16, accumulate_into_main_grad=True)
-    plain = mlp(dtype=torch.float16)
+@pytest.mark.parametrize("activation", ["srelu", "swiglu"])
+def test_weights_of_fp16_and_gradients_into_main_grad(activation: str) -> None:
+    module = mlp(dtype=torch.float16, accumulate_into_main_grad=True, activation=activation)
+    plain = mlp(dtype=torch.float16, activation=activation)
     for parameter in module.parameters():
         parameter.main_grad = torch.ones(parameter.shape, device="cuda")
     step(module)
@@ -212,7 +220,8 @@ def test_weights_of_fp16_and_gradients_into_main_grad() -> None:
         assert (added - expected[name].float()).norm() <= 2e-3 * expected[name].float().norm(), name
 
 
-def test_captured_steps_with_changing_routing_give_the_bits_of_eager_ones() -> None:
-    module = mlp()
-    assert_captured_steps_have_the_bits_of_eager_ones(mlp(), module, RECIPE, SPLITS, HIDDEN)
+@pytest.mark.parametrize("activation", ["srelu", "swiglu"])
+def test_captured_steps_with_changing_routing_give_the_bits_of_eager_ones(activation: str) -> None:
+    module, eager = mlp(activation=activation), mlp(activation=activation)
+    assert_captured_steps_have_the_bits_of_eager_ones(eager, module, RECIPE, SPLITS, HIDDEN)
     assert_all_fused(module)

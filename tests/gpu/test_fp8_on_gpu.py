@@ -14,7 +14,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 
 from te_offload import Fate, OffloadSession, SlotName, ops
-from te_offload.fused import activations, hopper
+from te_offload.fused import hopper
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.ops.scaling import Scaling
@@ -37,7 +37,6 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are Hopper's (compute capability 9.0)")
     monkeypatch.setenv(hopper.SWITCH, "1")
-    monkeypatch.setenv(activations.GLU_SWITCH, "1")
     FP8GlobalStateManager.reset()
     yield
     FP8GlobalStateManager.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import transformer_engine.pytorch as te
 
 from te_offload import Fate, OffloadSession
 from te_offload.errors import ArgumentError
-from te_offload.fused import activations, hopper
+from te_offload.fused import hopper
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.reference import ReferenceKernels
@@ -40,7 +41,6 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are Hopper's (compute capability 9.0)")
     monkeypatch.setenv(hopper.SWITCH, "1")
-    monkeypatch.setenv(activations.GLU_SWITCH, "1")
 
 
 def mlp(dtype: torch.dtype = torch.bfloat16, **options: Any) -> te.ops.Sequential:
@@ -120,6 +120,11 @@ def errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
     return off.square().mean().sqrt().item(), off.abs().max().item()
 
 
+def half_a_step(reference: torch.Tensor, dtype: torch.dtype) -> float:
+    """What rounding alone makes of the largest number at most."""
+    return 2.0 ** math.floor(math.log2(reference.abs().max().item())) * torch.finfo(dtype).eps / 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "scale-bias"])
@@ -171,7 +176,10 @@ def assert_as_near_to_fp64_as_transformer_engine(
             continue
         (ours, our_most), (theirs, their_most) = errors(found[name], reference), errors(unfused[name], reference)
         print(f"{name}: rms {ours:.3e} (te {theirs:.3e}), max {our_most:.3e} (te {their_most:.3e})")
-        assert ours <= 1.05 * theirs and our_most <= 1.5 * their_most, name
+        most = 1.5 * their_most
+        if "bias" in name:  # a few hundred numbers: whether one lies halfway between two of dtype's is chance
+            most = max(most, 1.05 * half_a_step(reference, dtype))
+        assert ours <= 1.05 * theirs and our_most <= most, name
 
 
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)

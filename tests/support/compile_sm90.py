@@ -24,6 +24,7 @@ from te_offload.fused.kernels import (
     blocks,
     fp8,
     sm90,
+    sm90_block_glu,
     sm90_blocks,
     sm90_compile,
     sm90_fp8,
@@ -170,13 +171,15 @@ def compile_fp8(activation: Activation, tokens: int) -> int:
     return launches.count
 
 
-def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
+def compile_blocks(activation: Activation, tokens: int) -> int:
     """The same of FP8 by blocks; with many tokens sums are long."""
     launches = Launches()
     hidden_size, ffn = (HIDDEN, FFN) if tokens < MANY else (DEEP_FFN, DEEP_FFN)
     scaling = BlockScaling(BlockFormat.FP8)
     vars(fp8)["padded_offsets"] = launches_nothing
-    kernels = sm90_blocks.Sm90BlockKernels(activation)
+    gated = isinstance(activation, Gated)
+    kernels = (sm90_block_glu.Sm90BlockGluKernels if gated else sm90_blocks.Sm90BlockKernels)(activation)
+    wide = 2 * ffn if gated else ffn
     offsets, router = empty(EXPERTS + 1, dtype=torch.int32), empty(tokens, dtype=torch.float32)
     count = TileCount(empty(1, dtype=torch.int32), 0)
 
@@ -198,13 +201,20 @@ def compile_blocks(activation: SquaredReLU, tokens: int) -> int:
         table, numbers = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS, one, other, dtype=torch.uint8)
         return blocks.Weights(Experts(numbers, table), Experts(empty(EXPERTS, *parts, dtype=torch.float32), table))
 
-    of_fc1 = BlockWeights(weights(ffn, hidden_size), weights(hidden_size, ffn))
+    of_fc1 = BlockWeights(weights(wide, hidden_size), weights(hidden_size, wide))
     of_fc2 = BlockWeights(weights(hidden_size, ffn), weights(ffn, hidden_size))
     act_input, hidden = kernels.fc1_blocks(
         rows(hidden_size), of_fc1, None, router, (offsets, offsets), torch.bfloat16, scaling, count
     )
     *_, orders = kernels.fc2_dgrad_blocks(rows(hidden_size), of_fc2, act_input, router, offsets)
-    if activation.clamp is not None:
+    if gated:
+        biases = empty(EXPERTS, wide, dtype=torch.bfloat16)
+        ways: dict[str, Any] = {"offsets": (offsets, offsets), "dtype": torch.bfloat16, "scaling": scaling}
+        kernels.fc1_blocks(rows(hidden_size), of_fc1, biases, router, **ways, count=count)
+        for by_column in (False, True):
+            kernels.block_dact_rows(act_input, offsets, scaling, by_column=by_column)
+        kernels.rebuild_blocks(act_input, router, offsets, scaling)
+    if activation != SquaredReLU():
         return launches.count
     y, bias = empty(tokens, hidden_size, dtype=torch.bfloat16), empty(EXPERTS, hidden_size, dtype=torch.bfloat16)
     for by_column, saved in ((False, False), (True, False), (True, True)):
@@ -259,7 +269,11 @@ GLU = [
 ]
 FP8 = [(SquaredReLU(), USUAL), (SquaredReLU(clamp=2.0), USUAL), (SquaredReLU(), MANY)]
 QUANTIZED: dict[str, Callable[..., int]] = {"fp8": compile_fp8, "blocks": compile_blocks}
-FP8_GLU = [Gated(Gate.SWIGLU), Gated(Gate.CLAMPED_QGEGLU, (7.0, 1.702, 1.0), 32), Gated(Gate.SITU_GLU, (4.0, 25.0))]
+QUANTIZED_GLU = [
+    Gated(Gate.SWIGLU),
+    Gated(Gate.CLAMPED_QGEGLU, (7.0, 1.702, 1.0), 32),
+    Gated(Gate.SITU_GLU, (4.0, 25.0)),
+]
 
 if __name__ == "__main__":
     say_stages()
@@ -267,8 +281,8 @@ if __name__ == "__main__":
         if sys.argv[1] in QUANTIZED:
             for activation, tokens in FP8:
                 print(activation, QUANTIZED[sys.argv[1]](activation, tokens), "launches")
-        for gated in FP8_GLU if sys.argv[1] == "fp8" else []:
-            print(gated, compile_fp8(gated, USUAL), "launches")
+            for gated in QUANTIZED_GLU:
+                print(gated, QUANTIZED[sys.argv[1]](gated, USUAL), "launches")
         for part in PARTS.get(sys.argv[1], []):
             print(*part, compile_all(*part), "launches")
         for part in GLU if sys.argv[1] == "glu" else []:

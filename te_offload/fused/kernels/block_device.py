@@ -216,7 +216,7 @@ class RowQuantizer(_Tile):
         """Launch. x (T, C / 2) words; router (T,); offsets (N + 1,); rows (T, C / 4), row_scales (C / 128, T); columns as
         `SAVED` (T, C / 4) or `TURNED` (C, P / 4), column_scales (P / 128, C).
         """
-        grid = [x.shape[0] // BLOCK + offsets.shape[0] - 1, cute.ceil_div(x.shape[1], BLOCK // 2), 1]
+        grid = [x.shape[0] // BLOCK + offsets.shape[0] - 1, cute.ceil_div(self.width(x), BLOCK), 1]
         self.kernel(x, router, offsets, rows, row_scales, columns, column_scales, clamp, epsilon, most).launch(
             grid=grid,
             block=[_THREADS, 1, 1],
@@ -259,19 +259,10 @@ class RowQuantizer(_Tile):
     ):
         """One tile: rows from ``first`` on, up to ``end``."""
         group, four = thread % 16, thread // 16
+        part = self.part_of(part, x)
         place = part * 16 + group  # among groups of 8 columns
-        there = 4 * place < x.shape[1]
-        value = self.read(x, first, end, four, place, there)
-        if const_expr(self.activated):
-            for half in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(4):
-                    factor = Float32(0.0)
-                    row = first + 64 * half + 4 * four + i
-                    if row < end:
-                        factor = router[row]
-                    for word in cutlass.range_constexpr(4):
-                        low, high = [self.activation(one, clamp) for one in self.wide(value[word, i, half])]
-                        value[word, i, half] = self.narrow(low * factor, high * factor)
+        there = 8 * place < self.width(x)
+        value = self.values(x, router, clamp, first, end, four, place, there)
         numbers = cute.make_rmem_tensor((2, 4, 2), Int32)
         if const_expr(self.by_row):
             scale, inverse = self.row_scale(value, group, epsilon, most)
@@ -303,6 +294,30 @@ class RowQuantizer(_Tile):
                 self.write_turned(
                     shared, columns, thread, part * BLOCK, columns.shape[0], block * 32, Int32(columns.shape[1])
                 )
+
+    def width(self, x: Any) -> Any:
+        """Columns that are quantized."""
+        return 2 * x.shape[1]
+
+    def part_of(self, part: Any, x: Any) -> Any:
+        """Which 128 columns the blocks of threads with this place work on."""
+        return part
+
+    @cute.jit
+    def values(self, x, router, clamp, first, end, four, place, there):
+        """What is quantized, as `read` has it."""
+        value = self.read(x, first, end, four, place, there)
+        if const_expr(self.activated):
+            for half in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(4):
+                    factor = Float32(0.0)
+                    row = first + 64 * half + 4 * four + i
+                    if row < end:
+                        factor = router[row]
+                    for word in cutlass.range_constexpr(4):
+                        low, high = [self.activation(one, clamp) for one in self.wide(value[word, i, half])]
+                        value[word, i, half] = self.narrow(low * factor, high * factor)
+        return value
 
     def activation(self, x: Any, clamp: Any) -> Any:
         """Of a number."""

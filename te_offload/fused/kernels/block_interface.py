@@ -73,6 +73,11 @@ class BlockKernels(Kernels, Protocol):
             saved: the columns are kept for a backward, in as few bytes as they take; `turn_blocks` follows.
         """
 
+    def block_dact_rows(
+        self, dact_input: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool
+    ) -> tuple[BlockNumbers, BlockNumbers | None]:
+        """The same of the gradient that `fc2_dgrad_blocks` made, in the order of FC1's weights."""
+
     def turn_blocks(self, saved: BlockNumbers, offsets: torch.Tensor) -> BlockNumbers:
         """Columns that were saved, as `wgrad_blocks` reads them."""
 
@@ -98,6 +103,17 @@ class BlockKernels(Kernels, Protocol):
             router: scales (T,). offsets: of FC1's rows, and of those in which the activation's blocks lie.
             dtype: of act_input. scaling: of FC2's input.
         """
+
+    def fc1_linear(
+        self,
+        x: BlockNumbers,
+        weights: BlockWeights,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        offsets: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> None:
+        """`fc1_blocks` without what the activation makes of ``out`` (T, F), its input."""
 
     def linear_blocks(
         self,

@@ -17,7 +17,7 @@ from te_offload.fused.kernels import block_device, sm90_compile
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts, ExpertsCache
 from te_offload.fused.kernels.fp8 import padded_tokens
-from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.interface import Activation, Gated, SquaredReLU
 from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90_launch import COMPILING
 from te_offload.ops.scaling import BlockScaling
@@ -51,17 +51,24 @@ class Quantizers:
         offsets: torch.Tensor,
         scaling: BlockScaling,
         *,
-        activation: tuple[SquaredReLU, torch.Tensor] | None = None,
+        activation: tuple[Activation, torch.Tensor] | None = None,
+        pairs: int | None = None,
         by_row: bool = True,
         columns: int = NOT,
     ) -> tuple[BlockNumbers | None, BlockNumbers | None]:
         """Rows and columns of x (T, C), C a multiple of 16.
 
         Args:
-            activation: and router scales (T,): the numbers are what the activation makes of x. columns: `NOT`, `SAVED`: as
-                the rows lie, `TURNED`: (C, P), as `wgrad` reads them.
+            activation: and router scales (T,): the numbers are what the activation makes of x; of half as many columns if
+                it is gated, from pairs.
+            pairs: x is in pairs of columns, of which these are the blocks in Transformer Engine's order
+                (`pairs.to_halves`), and what is returned is in that.
+            columns: `NOT`, `SAVED`: as the rows lie, `TURNED`: (C, P), as `wgrad` reads them.
         """
-        (tokens, width), experts, device = x.shape, offsets.shape[0] - 1, x.device
+        function, router = activation if activation is not None else (None, None)
+        gated = function if isinstance(function, Gated) else None
+        tokens, experts, device = x.shape[0], offsets.shape[0] - 1, x.device
+        width = x.shape[1] if gated is None else x.shape[1] // 2
         padded, shape = padded_tokens(tokens, experts), (tokens, width)
         rows = found = None
         if by_row:
@@ -71,10 +78,11 @@ class Quantizers:
             found = BlockNumbers(shape, scaling, _bytes(*size, device), _floats(padded // BLOCK, width, device))
         if not tokens:
             return rows, found
-        function, router = activation if activation is not None else (None, None)
-        clamp = None if function is None else function.clamp
-        ways = {"by_row": by_row, "columns": columns, "activated": activation is not None, "clamps": clamp is not None}
-        compiled = self._get(sm90_compile.compiled_row_quantizer, x.dtype, scaling, **ways)
+        clamp = function.clamp if isinstance(function, SquaredReLU) else None
+        kind = {"activated": activation is not None, "clamps": clamp is not None, "gated": gated, "pairs": pairs}
+        compiled = self._get(
+            sm90_compile.compiled_row_quantizer, x.dtype, scaling, by_row=by_row, columns=columns, **kind
+        )
         numbers = 1.0 if clamp is None else clamp, scaling.epsilon, torch.finfo(x.dtype).max
         compiled(_words(_aligned(x)), router, offsets, *_both(rows), *_both(found), *numbers)
         return rows, found

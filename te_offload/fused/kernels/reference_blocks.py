@@ -45,6 +45,12 @@ class ReferenceBlockKernels(ReferenceKernels):
         columns = _quantize(x, offsets, scaling, by_column=True) if by_column else None
         return _quantize(x, offsets, scaling, by_column=False), columns
 
+    def block_dact_rows(
+        self, dact_input: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool
+    ) -> tuple[BlockNumbers, BlockNumbers | None]:
+        """See `BlockKernels.block_dact_rows`."""
+        return self.block_rows(dact_input, offsets, scaling, by_column=by_column)
+
     def turn_blocks(self, saved: BlockNumbers, offsets: torch.Tensor) -> BlockNumbers:
         """See `BlockKernels.turn_blocks`."""
         return saved
@@ -68,8 +74,20 @@ class ReferenceBlockKernels(ReferenceKernels):
     ) -> tuple[torch.Tensor, BlockNumbers]:
         """See `BlockKernels.fc1_blocks`."""
         act_input = torch.zeros(x.shape[0], weights.rows[0].shape[0], dtype=dtype, device=x.numbers.device)
-        self.linear_blocks(x, weights.rows, act_input, offsets[0], bias=bias)
+        self.fc1_linear(x, weights, bias, act_input, offsets[0])
         return act_input, _quantize(self._activate(act_input, router), offsets[1], scaling, by_column=False)
+
+    def fc1_linear(
+        self,
+        x: BlockNumbers,
+        weights: BlockWeights,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        offsets: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> None:
+        """See `BlockKernels.fc1_linear`."""
+        self.linear_blocks(x, weights.rows, out, offsets, bias=bias)
 
     def linear_blocks(
         self,
@@ -100,7 +118,7 @@ class ReferenceBlockKernels(ReferenceKernels):
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Orders]:
         """See `BlockKernels.fc2_dgrad_blocks`. The gradient by fc2_input is not rounded in between, as in the kernel."""
-        dfc2_input = torch.zeros(act_input.shape, device=act_input.device)
+        dfc2_input = torch.zeros(dy.shape[0], weights.columns[0].shape[0], device=act_input.device)
         self.linear_blocks(dy, weights.columns, dfc2_input, offsets)
         dact_input, dscales = self._dactivate(dfc2_input, act_input.float(), router)
         self.clear(offsets, dscales[:, None])

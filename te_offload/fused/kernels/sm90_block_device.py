@@ -281,7 +281,7 @@ def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) 
 
 
 _STARTS = _Argument("starts", Int32, 1)
-_BY_ROW = (
+BY_ROW = (
     _Argument("a_scales", Float32, 2),
     _Argument("b_scales", Float32, 3),
     _STARTS,
@@ -294,12 +294,12 @@ def _make(name: str, *args: Any, **kwargs: Any) -> None:
     globals()[name] = make_kernel(name, *args, **kwargs, module=__name__)
 
 
-_make("BlockGemm", linear, ops=_BY_ROW, by_table=RowScales, mixins=(RowsTogether,))
-_make("BlockBiasGemm", linear, ops=(*_BY_ROW, BIAS), operands=(ROW,), by_table=RowScales, mixins=(RowsTogether,))
+_make("BlockGemm", linear, ops=BY_ROW, by_table=RowScales, mixins=(RowsTogether,))
+_make("BlockBiasGemm", linear, ops=(*BY_ROW, BIAS), operands=(ROW,), by_table=RowScales, mixins=(RowsTogether,))
 _make(
     "BlockScaledBiasGemm",
     linear,
-    ops=(*_BY_ROW, BIAS, SCALE),
+    ops=(*BY_ROW, BIAS, SCALE),
     operands=(ROW, COLUMN),
     by_table=RowScales,
     mixins=(RowsTogether,),
@@ -317,7 +317,7 @@ for _with_tanh in (False, True):
     _make(
         f"BlockD{'Tanh' if _with_tanh else ''}SReLUGemm",
         _dact,
-        ops=(*_BY_ROW, SCALE, *(CLAMP if _with_tanh else ()), DSCALE),
+        ops=(*BY_ROW, SCALE, *(CLAMP if _with_tanh else ()), DSCALE),
         operands=(("c", "c"), COLUMN, *(NUMBERS if _with_tanh else ())),
         sinks=("dscale",),
         by_table=RowScales,

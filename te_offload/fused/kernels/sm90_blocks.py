@@ -17,7 +17,7 @@ import torch
 from te_offload.fused.kernels import blocks, fp8, sm90_block_device
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights, Parts
 from te_offload.fused.kernels.experts import Experts
-from te_offload.fused.kernels.interface import Orders, SquaredReLU, TileCount, TileOrder
+from te_offload.fused.kernels.interface import Activation, Orders, TileCount, TileOrder
 from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_block_device import BLOCK
 from te_offload.fused.kernels.sm90_experts import TABLE
@@ -31,7 +31,7 @@ _E4M3 = torch.float8_e4m3fn
 class Sm90BlockKernels(Sm90Kernels):
     """See `block_interface.BlockKernels`."""
 
-    def __init__(self, activation: SquaredReLU, tiles: Callable[..., Tile] = tile_for) -> None:
+    def __init__(self, activation: Activation, tiles: Callable[..., Tile] = tile_for) -> None:
         super().__init__(activation, tiles)
         self._quantizers = blocks.Quantizers()
 
@@ -59,6 +59,12 @@ class Sm90BlockKernels(Sm90Kernels):
         rows, found = self._quantizers.rows(x, offsets, scaling, columns=columns)
         assert rows is not None
         return rows, found
+
+    def block_dact_rows(
+        self, dact_input: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool
+    ) -> tuple[BlockNumbers, BlockNumbers | None]:
+        """See `BlockKernels.block_dact_rows`."""
+        return self.block_rows(dact_input, offsets, scaling, by_column=by_column)
 
     def turn_blocks(self, saved: BlockNumbers, offsets: torch.Tensor) -> BlockNumbers:
         """See `BlockKernels.turn_blocks`."""
@@ -94,12 +100,24 @@ class Sm90BlockKernels(Sm90Kernels):
         """See `BlockKernels.fc1_blocks`."""
         shape, device = (x.shape[0], weights.rows.numbers.view.shape[1]), x.numbers.device
         act_input = torch.empty(shape, dtype=dtype, device=device)
-        self.linear_blocks(x, weights.rows, act_input, offsets[0], bias=bias, count=count)
+        self.fc1_linear(x, weights, bias, act_input, offsets[0], count)
         if offsets[1] is not offsets[0]:  # FC2 may read rows that FC1 did not write
             self.clear(offsets[0], act_input)
         rows, _ = self._quantizers.rows(act_input, offsets[1], scaling, activation=(self._activation, router))
         assert rows is not None
         return act_input, rows
+
+    def fc1_linear(
+        self,
+        x: BlockNumbers,
+        weights: BlockWeights,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        offsets: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> None:
+        """See `BlockKernels.fc1_linear`."""
+        self.linear_blocks(x, weights.rows, out, offsets, bias=bias, count=count)
 
     def linear_blocks(
         self,
@@ -118,7 +136,7 @@ class Sm90BlockKernels(Sm90Kernels):
             name, values = "BlockBiasGemm", {"bias": bias}
             if bias_scales is not None:
                 name, values = "BlockScaledBiasGemm", {"bias": bias, "scale": bias_scales}
-        self._multiply(name, x, weights, out, None, values, offsets, count)
+        self._multiply(getattr(sm90_block_device, name), x, weights, out, None, values, offsets, count)
 
     def fc2_dgrad_blocks(
         self,
@@ -131,12 +149,16 @@ class Sm90BlockKernels(Sm90Kernels):
         """See `BlockKernels.fc2_dgrad_blocks`."""
         dact_input = torch.empty_like(act_input)
         tokens, columns = act_input.shape
-        parts = torch.empty(tokens, -(-columns // BLOCK), dtype=torch.float32, device=act_input.device)
+        parts = self._dscale_parts(tokens, columns, act_input.device)
         tanh = "" if self._activation.clamp is None else "Tanh"
         values = {"scale": router, "dscale": parts, **self._numbers()}
-        count = self._backward_count(offsets)
-        self._multiply(f"BlockD{tanh}SReLUGemm", dy, weights.columns, dact_input, act_input, values, offsets, count)
+        kernel, count = getattr(sm90_block_device, f"BlockD{tanh}SReLUGemm"), self._backward_count(offsets)
+        self._multiply(kernel, dy, weights.columns, dact_input, act_input, values, offsets, count)
         return dact_input, *self._sums(parts, offsets, count)
+
+    @staticmethod
+    def _dscale_parts(tokens: int, columns: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(tokens, -(-columns // BLOCK), dtype=torch.float32, device=device)
 
     def wgrad_blocks(
         self,
@@ -158,7 +180,7 @@ class Sm90BlockKernels(Sm90Kernels):
 
     def _multiply(
         self,
-        name: str,
+        kernel: type[Any],
         x: BlockNumbers,
         weights: blocks.Weights,
         out: torch.Tensor,
@@ -166,10 +188,11 @@ class Sm90BlockKernels(Sm90Kernels):
         values: dict[str, Any],
         offsets: torch.Tensor,
         count: TileCount | None,
+        **ways: Any,
     ) -> None:
         numbers, inverses = weights.numbers, weights.inverses
         values = values | {"a_scales": x.scales, "b_scales": inverses.view, "starts": offsets}
         values |= {TABLE: numbers.table, sm90_block_device.SCALE_TABLE: inverses.table}
-        kernel, rows = getattr(sm90_block_device, name), x.numbers.view(_E4M3).view(x.shape)
+        rows = x.numbers.view(_E4M3).view(x.shape)
         tile = self._tile("blocks", rows, numbers, out)
-        self._launch(kernel, tile, rows, numbers.view.view(_E4M3), out, c, values, offsets, count)
+        self._launch(kernel, tile, rows, numbers.view.view(_E4M3), out, c, values, offsets, count, **ways)

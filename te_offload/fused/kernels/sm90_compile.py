@@ -27,8 +27,10 @@ from quack.gemm_tvm_ffi_utils import (
 
 from te_offload.fused.kernels import (
     block_device,
+    block_glu_device,
     rows_device,
     sm90_block_device,
+    sm90_block_glu_device,
     sm90_device,
     sm90_experts,
     sm90_fp8_device,
@@ -37,6 +39,7 @@ from te_offload.fused.kernels import (
     sm90_order,
     sm90_sums,
 )
+from te_offload.fused.kernels.interface import Gate, Gated
 
 CAPABILITY = (9, 0)
 
@@ -45,8 +48,8 @@ CAPABILITY = (9, 0)
 def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
     gemms = sm90_experts, sm90_order, sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
-    gated = sm90_glu_device, sm90_fp8_glu_device
-    modules = *gemms, *gated, rows_device, block_device, sys.modules[__name__]
+    gated = sm90_glu_device, sm90_fp8_glu_device, sm90_block_glu_device
+    modules = *gemms, *gated, rows_device, block_device, block_glu_device, sys.modules[__name__]
     sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
 
@@ -161,30 +164,49 @@ def _compile_expert_rows(name: str, dtype: Any, sizes_dtype: Any, _source: str) 
 
 
 def compiled_row_quantizer(
-    dtype: torch.dtype, *, by_row: bool, columns: int, activated: bool, clamps: bool, power_of_two: bool
+    dtype: torch.dtype,
+    *,
+    by_row: bool,
+    columns: int,
+    activated: bool,
+    clamps: bool,
+    gated: Gated | None,
+    pairs: int | None,
+    power_of_two: bool,
 ) -> Any:
-    """`block_device.RowQuantizer`, as a function of what it takes but for the stream; matrices as words of int32, ``None``
-    for what is not there.
+    """`block_device.RowQuantizer`, or one of `block_glu_device` for what is gated or in pairs, as a function of what it
+    takes but for the stream; matrices as words of int32, ``None`` for what is not there.
 
     Args:
-        dtype: bf16 or fp16. others: of `RowQuantizer`.
+        dtype: bf16 or fp16. pairs: the ``interleave``. others: of the class.
     """
-    half = dtype is torch.float16
-    return _compile_row_quantizer(by_row, columns, activated, clamps, half, power_of_two, source_key())
+    ways = {"by_row": by_row, "columns": columns, "half": dtype is torch.float16, "power_of_two": power_of_two}
+    if gated is not None:
+        of_gate = gated.gate.name, gated.numbers
+        return _compile_row_quantizer("GatedRowQuantizer", of_gate, *ways.values(), source_key())
+    if pairs is not None:
+        return _compile_row_quantizer("HalvesRowQuantizer", (pairs,), *ways.values(), source_key())
+    return _compile_row_quantizer("RowQuantizer", (activated, clamps), *ways.values(), source_key())
 
 
 @jit_cache  # type: ignore[untyped-decorator]
 def _compile_row_quantizer(
-    by_row: bool, columns: int, activated: bool, clamps: bool, half: bool, power_of_two: bool, _source: str
+    name: str, kind: tuple[Any, ...], by_row: bool, columns: int, half: bool, power_of_two: bool, _source: str
 ) -> Any:
     by_column = columns != block_device.NOT
-    kernel = block_device.RowQuantizer(
-        by_row=by_row, columns=columns, activated=activated, clamps=clamps, half=half, power_of_two=power_of_two
-    )
+    ways: dict[str, Any] = {"by_row": by_row, "columns": columns, "half": half, "power_of_two": power_of_two}
+    kernel: Any
+    if name == "GatedRowQuantizer":
+        gate, numbers = kind
+        kernel = block_glu_device.GatedRowQuantizer(gated=Gated(Gate[gate], numbers), **ways)
+    elif name == "HalvesRowQuantizer":
+        kernel = block_glu_device.HalvesRowQuantizer(interleave=kind[0], **ways)
+    else:
+        kernel = block_device.RowQuantizer(activated=kind[0], clamps=kind[1], **ways)
     return _compile(
         kernel,
         _words(2),
-        _numbers(Float32, 1) if activated else None,
+        _numbers(Float32, 1) if kernel.activated else None,
         _numbers(Int32, 1),
         _words(2) if by_row else None,
         _numbers(Float32, 2) if by_row else None,

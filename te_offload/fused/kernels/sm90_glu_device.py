@@ -38,7 +38,7 @@ _LEAST_NORMAL_FP16 = (127 - 14) << 23  # its exponent, as a float32's bits
 _LOST_BITS, _MOST_FP16 = 13, 65504.0  # of a float32's fraction in fp16; the largest finite one
 
 
-class _Paired:
+class Paired:
     """Mixin before QuACK's GEMM.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Paired:
         return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
 
 
-class PairedWeights(_Paired, WeightsByTable):
+class PairedWeights(Paired, WeightsByTable):
     """Operand B goes through the table; its rows are pairs."""
 
     def make_tma_load_atoms_and_tensors(self, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class PairedWeights(_Paired, WeightsByTable):
         return super().make_tma_load_atoms_and_tensors(a, self.paired(b, 0), *args, **kwargs)
 
 
-class PairedSums(_Paired, WeightsByTable):
+class PairedSums(Paired, WeightsByTable):
     """Operand B goes through the table; what is summed over are pairs."""
 
     def make_tma_load_atoms_and_tensors(self, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ class PairedSums(_Paired, WeightsByTable):
         return super().make_tma_load_atoms_and_tensors(a, self.paired(b, 1), *args, **kwargs)
 
 
-class PairedGrads(_Paired, GradsByTable):
+class PairedGrads(Paired, GradsByTable):
     """D goes through the table; its rows are pairs."""
 
     def make_tma_epilogue_atoms_and_tensors(self, d: Any, *args: Any, **kwargs: Any) -> Any:

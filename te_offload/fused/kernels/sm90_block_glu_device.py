@@ -1,0 +1,114 @@
+"""Hopper's grouped GEMMs in FP8 by blocks with a gated activation, as classes of QuACK's GEMM in CuTe DSL; see
+`sm90_block_device`.
+
+In: nothing when imported. Out: kernel classes, which `sm90_block_glu` compiles and launches. Keeps true: as
+`sm90_block_device`; pairs as in `sm90_glu_device`. Does not: launch, quantize, or choose tiles. Needs quack-kernels.
+
+FC1's tile of 128 columns of pairs are 64 of each half, which lie in two blocks of its weights' scales where each half is
+one block of columns, and in one block where the halves alternate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+from quack.epilogue.math import Pair
+from quack.epilogue.ops import Scalar
+
+from te_offload.fused.kernels.interface import Gate
+from te_offload.fused.kernels.sm90_block_device import BY_ROW, RowScales
+from te_offload.fused.kernels.sm90_device import BIAS, COLUMN, DSCALE, ROW, SCALE, linear, make_kernel
+from te_offload.fused.kernels.sm90_glu_device import KINDS, Halves, Paired
+from te_offload.fused.kernels.sm90_order import RowsTogether
+
+HALF_TILE = 64
+"""Columns of each half in a tile of FC1's, of which a half is a multiple where it is one block of columns."""
+
+
+class PairedRowScales(Paired, RowScales):
+    """As `RowScales`, where B's rows are pairs: their first and second numbers have a scale each."""
+
+    def make_tma_load_atoms_and_tensors(self, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        """QuACK's."""
+        return super().make_tma_load_atoms_and_tensors(a, self.paired(b, 0), *args, **kwargs)
+
+    def count(self, acc: Any) -> Any:
+        """Scales of a thread for a tile of K: its rows', and those of the weight's two halves."""
+        return super().count(acc) + 1
+
+    @cute.jit
+    def load(self, found, acc, places, k_tile):
+        """Begin to load those of a tile of K."""
+        rows, weight = places
+        a_scales, b_scales, _, _ = self._noted.operand.more
+        count = const_expr(cute.size(acc.shape, mode=[1]))
+        for m in cutlass.range_constexpr(count):
+            for r in cutlass.range_constexpr(2):
+                found[2 * m + r] = a_scales[k_tile, rows[r, m]]
+        tile = self._noted.tile[1]
+        first = tile if const_expr(self.te_offload_interleave) else tile // 2
+        second = tile if const_expr(self.te_offload_interleave) else (tile + b_scales.shape[1]) // 2
+        found[2 * count] = b_scales[weight, first, k_tile]
+        found[2 * count + 1] = b_scales[weight, second, k_tile]
+
+    @cute.jit
+    def factors(self, acc, now):
+        """Of each row, and of the first and second columns of pairs."""
+        count, parts = const_expr(cute.size(acc.shape, mode=[1])), const_expr(cute.size(acc.shape, mode=[2]))
+        groups = const_expr(cute.size(acc.shape[0][2]))
+        by_row = cute.make_rmem_tensor((2, count), Float32)
+        halves = cute.make_rmem_tensor((2,), Float32)
+        for m in cutlass.range_constexpr(count):
+            for r in cutlass.range_constexpr(2):
+                by_row[r, m] = now[2 * m + r]
+        for i in cutlass.range_constexpr(2):
+            halves[i] = now[2 * count + i]
+        return by_row, cute.make_tensor(halves.iterator, cute.make_layout((2, groups, parts), stride=(1, 0, 0)))
+
+
+def _dact(halves: Callable[..., Halves]) -> Callable[..., dict[str, Any]]:
+    def epilogue(acc: Any, c: Any, scale: Any, **numbers: Any) -> dict[str, Any]:
+        gate, dgate, linear_, dlinear = halves(c[0], c[1], **numbers)
+        grad = acc * scale
+        return {"D": Pair(grad * linear_ * dgate, grad * gate * dlinear), "dscale": (gate * linear_, acc)}
+
+    return epilogue
+
+
+def _make(name: str, *args: Any, **kwargs: Any) -> type[Any]:
+    kernel = globals()[name] = make_kernel(name, *args, **kwargs, module=__name__)
+    return kernel
+
+
+PairedBlockGemm = _make("PairedBlockGemm", linear, ops=BY_ROW, by_table=PairedRowScales, mixins=(RowsTogether,))
+PairedBlockBiasGemm = _make(
+    "PairedBlockBiasGemm",
+    linear,
+    ops=(*BY_ROW, BIAS),
+    operands=(ROW,),
+    by_table=PairedRowScales,
+    mixins=(RowsTogether,),
+)
+"""``D = A @ w.T``, plus a bias an expert, w and D in pairs: FC1."""
+
+
+def dact_name(gate: Gate) -> str:
+    """Name of the kernel class of FC2's dgrad with the activation's: ``C`` is the activation's input, ``D`` its gradient,
+    both in pairs.
+    """
+    return f"BlockD{gate.value}Gemm"
+
+
+for _gate, (_halves, _numbers) in KINDS.items():
+    _make(
+        dact_name(_gate),
+        _dact(_halves),
+        ops=(*BY_ROW, SCALE, *(Scalar(_number) for _number in _numbers), DSCALE),
+        operands=(("c", "c"), COLUMN, *((_number, "scalar") for _number in _numbers)),
+        sinks=("dscale",),
+        by_table=RowScales,
+    )._epi_mod_packed_cd = True
