@@ -82,6 +82,18 @@ def test_tiles_of_gated_activations_hold_whole_blocks_of_32_columns_of_each_half
     assert rows == {128}
 
 
+@pytest.mark.parametrize("regime", sm90_tiles.Regime)
+def test_long_sums_in_fp8_share_rows_where_experts_have_tokens_enough_and_columns_are_not_padded(
+    regime: sm90_tiles.Regime,
+) -> None:
+    def cluster(columns: int, depth: int) -> tuple[int, int]:
+        return sm90_tiles.tile_for("fp8 split", regime, None, columns, depth)[2:4]
+
+    assert cluster(2048, 2816) == ((1, 2) if regime in ENOUGH else (1, 1))
+    if regime is not sm90_tiles.Regime.MANY:
+        assert cluster(2688, 2816) == cluster(2048, 1408) == (1, 1)
+
+
 def test_rows_are_not_padded_by_what_fc1_and_fc2_share_with_usual_numbers_of_tokens() -> None:
     tiles = {
         sm90_tiles.tile_for(name, sm90_tiles.Regime.USUAL, None, width, 1408)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from te_offload.fused.kernels import (
     blocks,
     fp8,
+    fp8_glu,
     sm90,
     sm90_block_glu,
     sm90_blocks,
@@ -61,7 +62,9 @@ class Launches:
             compiled_rows=compile_only(sm90_compile.compiled_rows),
             compiled_row_quantizer=compile_only(sm90_compile.compiled_row_quantizer),
             compiled_weight_quantizer=compile_only(sm90_compile.compiled_weight_quantizer),
+            compiled_pair_quantizer=compile_only(sm90_compile.compiled_pair_quantizer),
         )
+        vars(fp8_glu)["sm90_compile"] = compiled
         vars(blocks).update({"sm90_compile": compiled, "_aligned": lambda x: x})  # a fake one has no address
         vars(sm90).update({"get_max_active_clusters": any_number, "sm90_compile": compiled})
         vars(sm90_launch)["run_gemm_epi_plan"] = self
@@ -155,7 +158,14 @@ def compile_fp8(activation: Activation, tokens: int) -> int:
     if plain:  # else it is two passes
         given = x, of_fc1, None, scales, offsets, torch.bfloat16, delayed, x.inverses
         kernels.fc1_given(*given, fast=True, count=count)
-    *_, orders = kernels.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
+    dact_input, *_, orders = kernels.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
+    if gated:
+        vars(fp8)["scales_of"] = lambda *_, **__: (x.inverses, scales, scales)
+        found: dict[str, Any] = {"weights": x.inverses, "magnitudes": scales[:, None]}
+        kernels.quantize(act_input, offsets, Scaling(torch.float8_e4m3fn), **found, router=scales)
+        kernels.rebuild(act_input, scales, x, offsets, torch.float8_e4m3fn)
+        for by_column in (False, True):
+            kernels.quantize_dact(dact_input, offsets, Scaling(torch.float8_e5m2), **found, by_column=by_column)
     if not plain:
         return launches.count
     y, bias2 = empty(tokens, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, HIDDEN, dtype=torch.bfloat16)

@@ -22,8 +22,7 @@ import triton.runtime.interpreter as interpreter
 from te_offload.fused.kernels import fp8
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows
-from te_offload.fused.kernels.interface import Gate, Gated, SquaredReLU
-from te_offload.fused.kernels.pairs import to_pairs
+from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.ops.scaling import Scaling
 from tests.support.mlp import seeded
@@ -125,7 +124,6 @@ def main() -> None:
             turned = fp8.turn(finite, offsets, activation=(activation, router, found.scales, dtype))
             by_row = ReferenceFp8Kernels(activation).turn(found, offsets)
             same_rows(fp8_columns(found, turned), by_row, offsets, ("rebuilt", dtype, clamp))
-    gated(x, router, offsets, weights)
     packed = seeded((EXPERTS, 200, COLUMNS), 3, dtype=torch.bfloat16)
     table = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
     quantized = fp8.quantize_weights(Experts(packed, table), Scaling(torch.float8_e4m3fn))
@@ -139,38 +137,6 @@ def main() -> None:
     assert fp8.quantize_weights(Experts(packed, table), Scaling(torch.float8_e4m3fn), by_column=False).columns is None
     same(fp8.factors_of(weights, weights, 40), (weights * weights)[:, None].repeat(1, 40), "factors")
     print("the same")
-
-
-def gated(x: torch.Tensor, router: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor) -> None:
-    """What a gated activation makes of pairs, and pairs written as halves. Torch's sigmoid and tanh are others, by which a
-    number of bf16 may fall on another side.
-    """
-    halves, end = torch.where(x.isfinite(), x, torch.ones(()).to(x)), int(offsets[-1])
-    for gate, numbers, interleave in (
-        (Gate.SWIGLU, (), 0),
-        (Gate.SWIGLU, (), 16),
-        (Gate.CLAMPED_QGEGLU, (3.0, 1.702, 1.0), 0),
-        (Gate.SITU_GLU, (4.0, 25.0), 8),
-    ):
-        what, scaling = (gate, interleave), Scaling(torch.float8_e4m3fn)
-        activation = Gated(gate, numbers, interleave)
-        reference, pairs = ReferenceFp8Kernels(activation), to_pairs(halves, interleave)
-        magnitudes = reference._activate(halves, router).abs().amax(1, keepdim=True).float()
-        exact = reference.quantize(halves, offsets, scaling, weights=weights, router=router)
-        ways: dict[str, Any] = {"weights": weights, "magnitudes": magnitudes}
-        found = fp8.quantize(pairs, offsets, scaling, activation=(activation, router), **ways)
-        assert found.rows is not None and exact.rows is not None and found.rows.shape == (TOKENS, COLUMNS // 2)
-        off = (found.rows[:end].float() - exact.rows[:end].float()).abs()
-        assert (off <= exact.rows[:end].float().abs() / 8 + 2.0**-9).all(), what  # a step
-        assert off.count_nonzero() < off.numel() / 200, what
-        turned = fp8.turn(pairs, offsets, activation=(activation, router, found.scales, scaling.dtype))
-        same_rows(fp8_columns(found, turned), reference.turn(found, offsets), offsets, what)
-        magnitudes = halves.abs().amax(1, keepdim=True).float()
-        expected = reference.quantize(halves, offsets, scaling, weights=weights, by_column=True)
-        again = fp8.quantize(
-            pairs, offsets, scaling, weights=weights, magnitudes=magnitudes, by_column=True, pairs=interleave
-        )
-        same_rows(again, expected, offsets, what)
 
 
 def fp8_columns(rows: QuantizedRows, columns: torch.Tensor) -> QuantizedRows:

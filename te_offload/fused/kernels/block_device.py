@@ -39,7 +39,8 @@ _ABS = 0x7FFF7FFF
 _RESIDENT_ROWS, _RESIDENT_WEIGHTS = 4, 3
 
 
-def _asm(kind: Any, text: str, constraints: str, *values: Any) -> Any:
+def asm(kind: Any, text: str, constraints: str, *values: Any) -> Any:
+    """What one piece of PTX makes of values: a float32 or an int32."""
     found = llvm.inline_asm(
         kind,
         [value.ir_value() for value in values],
@@ -54,19 +55,19 @@ def _asm(kind: Any, text: str, constraints: str, *values: Any) -> Any:
 
 def _bytes(one: Any, other: Any, selector: int) -> Any:
     """Four of eight bytes."""
-    return _asm(T.i32(), f"prmt.b32 $0, $1, $2, {selector};", "=r,r,r", one, other)
+    return asm(T.i32(), f"prmt.b32 $0, $1, $2, {selector};", "=r,r,r", one, other)
 
 
 def _divide(one: Any, other: Any) -> Any:
-    return _asm(T.f32(), "div.rn.f32 $0, $1, $2;", "=f,f,f", one, other)
+    return asm(T.f32(), "div.rn.f32 $0, $1, $2;", "=f,f,f", one, other)
 
 
 def _float(bits: Any) -> Any:
-    return _asm(T.f32(), "mov.b32 $0, $1;", "=f,r", bits)
+    return asm(T.f32(), "mov.b32 $0, $1;", "=f,r", bits)
 
 
 def _bits(value: Any) -> Any:
-    return _asm(T.i32(), "mov.b32 $0, $1;", "=r,f", value)
+    return asm(T.i32(), "mov.b32 $0, $1;", "=r,f", value)
 
 
 def _four(a: Any, b: Any, c: Any, d: Any) -> Any:
@@ -75,7 +76,7 @@ def _four(a: Any, b: Any, c: Any, d: Any) -> Any:
         "{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, $2, $1; cvt.rn.satfinite.e4m3x2.f32 y, $4, $3; "
         "mov.b32 $0, {x, y};}"
     )
-    return _asm(T.i32(), text, "=r,f,f,f,f", a, b, c, d)
+    return asm(T.i32(), text, "=r,f,f,f,f", a, b, c, d)
 
 
 @cute.jit
@@ -111,7 +112,7 @@ class _Tile:
     def larger(self, one: Any, other: Any) -> Any:
         """Of two words of magnitudes, number by number; NaN is none."""
         kind = "f16x2" if self.half else "bf16x2"
-        return _asm(T.i32(), f"max.{kind} $0, $1, $2;", "=r,r,r", one, other)
+        return asm(T.i32(), f"max.{kind} $0, $1, $2;", "=r,r,r", one, other)
 
     def wide(self, word: Any, *, again: bool = False) -> tuple[Any, Any]:
         """Both numbers of a word in float32. ``again``: made anew, where a compiler would keep them in more registers."""
@@ -121,12 +122,12 @@ class _Tile:
         else:
             low, high = "shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xffff0000;"
         more = "// again" if again else ""
-        return _asm(T.f32(), low + more, "=f,r", word), _asm(T.f32(), high + more, "=f,r", word)
+        return asm(T.f32(), low + more, "=f,r", word), asm(T.f32(), high + more, "=f,r", word)
 
     def narrow(self, low: Any, high: Any) -> Any:
         """A word of two numbers, rounded."""
         kind = "f16x2" if self.half else "bf16x2"
-        return _asm(T.i32(), f"cvt.rn.{kind}.f32 $0, $2, $1;", "=r,f,f", low, high)
+        return asm(T.i32(), f"cvt.rn.{kind}.f32 $0, $2, $1;", "=r,f,f", low, high)
 
     @cute.jit
     def scale_of(self, bits, epsilon, most):

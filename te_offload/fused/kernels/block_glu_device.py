@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import T
 
-from te_offload.fused.kernels.block_device import RowQuantizer, _asm
+from te_offload.fused.kernels.block_device import RowQuantizer, asm
 from te_offload.fused.kernels.interface import Gated
 from te_offload.fused.kernels.sm90_glu_device import KINDS, numbers_of
 
@@ -109,7 +109,7 @@ class HalvesRowQuantizer(_Pairs):
                     pairs = self.pairs(x, row, begin)
                     for word in cutlass.range_constexpr(4):
                         one, other = [pairs[2 * (word % 2) + index, word // 2] for index in range(2)]
-                        value[word, i, half] = _asm(
+                        value[word, i, half] = asm(
                             T.i32(), "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", one, other, selector
                         )
         return value

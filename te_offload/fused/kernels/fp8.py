@@ -14,20 +14,13 @@ import triton
 from te_offload.fused.kernels import fp8_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.interface import Activation, Gate, Gated, SquaredReLU
+from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.ops.scaling import Scaling
 
 BLOCK = fp8_device.BLOCK
 _SCALE_BLOCK = 1024
 _ROUNDS = {torch.bfloat16: 1, torch.float16: 2}
 _ROWS, _COLUMNS = 8, 512  # of a step of the search for the largest magnitude
-
-
-_GATES = {
-    Gate.SWIGLU: fp8_device.SWIGLU,
-    Gate.CLAMPED_QGEGLU: fp8_device.CLAMPED_QGEGLU,
-    Gate.SITU_GLU: fp8_device.SITU_GLU,
-}
 
 
 def padded_tokens(tokens: int, experts: int) -> int:
@@ -42,10 +35,9 @@ def quantize(
     *,
     weights: torch.Tensor | None = None,
     magnitudes: torch.Tensor | None = None,
-    activation: tuple[Activation, torch.Tensor] | None = None,
+    activation: tuple[SquaredReLU, torch.Tensor] | None = None,
     by_row: bool = True,
     by_column: bool = False,
-    pairs: int | None = None,
 ) -> QuantizedRows:
     """Rows in FP8, each expert's with a scale of its own.
 
@@ -54,20 +46,18 @@ def quantize(
         weights: (N,) inverse scales of the weights that they meet, for ``factors``.
         magnitudes: (T, parts), the largest ones in parts of each row, before they were rounded to x's dtype; ``None``: they
             are looked for.
-        activation: and router scales (T,): the numbers are what the activation makes of x; of a gated one's in pairs.
+        activation: and router scales (T,): the numbers are what the activation makes of x.
         by_row, by_column: what is returned.
-        pairs: x is in pairs of columns, of which these are the blocks in Transformer Engine's order (`pairs.to_halves`),
-            and what is returned is in that. With ``magnitudes``.
     """
     tokens, experts = x.shape[0], offsets.shape[0] - 1
-    rounds = 0 if magnitudes is None else _ROUNDS[x.dtype]
+    rounded = None if magnitudes is None else x.dtype
     if magnitudes is None:
         magnitudes = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
         grid = (triton.cdiv(tokens, _ROWS),)
         fp8_device.row_magnitudes[grid](x, offsets, magnitudes, experts, x.shape[1], _ROWS, _COLUMNS)
-    inverses, scales, factors = _scales(magnitudes, offsets, scaling, weights, rounds=rounds, rows=tokens)
+    inverses, scales, factors = scales_of(magnitudes, offsets, scaling, weights, rounded=rounded, rows=tokens)
     ways = {"by_row": by_row, "by_column": by_column}
-    rows, columns = _numbers(x, offsets, scales, scaling.dtype, activation, pairs, **ways)
+    rows, columns = _numbers(x, offsets, scales, scaling.dtype, activation, **ways)
     return QuantizedRows(rows, columns, scales, inverses, factors)
 
 
@@ -76,20 +66,20 @@ def given_scales(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Inverse scales (N,), scales (T,) and factors (T,) of rows that are quantized elsewhere, with delayed scaling."""
     nothing = torch.empty(rows, 0, dtype=torch.float32, device=offsets.device)
-    inverses, scales, factors = _scales(nothing, offsets, scaling, weights, rounds=0, rows=rows)
+    inverses, scales, factors = scales_of(nothing, offsets, scaling, weights, rounded=None, rows=rows)
     return inverses, scales, _required(factors)
 
 
 def keep_magnitudes(magnitudes: torch.Tensor, offsets: torch.Tensor, scaling: Scaling, dtype: torch.dtype) -> None:
     """Of what was quantized elsewhere, for delayed scaling. ``dtype``: that it was rounded to."""
-    _scales(magnitudes, offsets, scaling, None, rounds=_ROUNDS[dtype], rows=magnitudes.shape[0])
+    scales_of(magnitudes, offsets, scaling, None, rounded=dtype, rows=magnitudes.shape[0])
 
 
 def turn(
     x: torch.Tensor,
     offsets: torch.Tensor,
     *,
-    activation: tuple[Activation, torch.Tensor, torch.Tensor, torch.dtype] | None = None,
+    activation: tuple[SquaredReLU, torch.Tensor, torch.Tensor, torch.dtype] | None = None,
 ) -> torch.Tensor:
     """Columns (C, P) of what was quantized before.
 
@@ -127,7 +117,7 @@ def quantize_weights(weights: Experts, scaling: Scaling, *, by_column: bool = Tr
         weights.view, weights.table, stride, magnitudes, rows, columns, parts, BLOCK
     )
     each = torch.arange(count + 1, dtype=torch.int32, device=device)
-    inverses, scales, _ = _scales(magnitudes, each, scaling, None, rounds=0, rows=count)
+    inverses, scales, _ = scales_of(magnitudes, each, scaling, None, rounded=None, rows=count)
     by_row = torch.empty(count, rows, columns, dtype=scaling.dtype, device=device)
     turned = torch.empty(count, columns, rows, dtype=scaling.dtype, device=device) if by_column else None
     fp8_device.quantize_weights[(count, parts, triton.cdiv(columns, BLOCK))](
@@ -148,16 +138,18 @@ def quantize_weights(weights: Experts, scaling: Scaling, *, by_column: bool = Tr
     return QuantizedWeights(Experts(by_row, table), None if turned is None else Experts(turned, table), inverses)
 
 
-def _scales(
+def scales_of(
     magnitudes: torch.Tensor,
     offsets: torch.Tensor,
     scaling: Scaling,
     weights: torch.Tensor | None,
     *,
-    rounds: int,
+    rounded: torch.dtype | None,
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Inverse scales (N,), the scale of each row, and ``factors``."""
+    """Inverse scales (N,), the scale of each row, and ``factors``. ``magnitudes``, ``weights``: as `quantize` takes them.
+    ``rounded``: to what they were, if they were taken before that.
+    """
     experts = offsets.shape[0] - 1
 
     def empty(size: int) -> torch.Tensor:
@@ -179,7 +171,7 @@ def _scales(
         scaling.kept,
         0 if scaling.given is None else scaling.given.stride(0),
         scaling.power_of_two,
-        rounds,
+        0 if rounded is None else _ROUNDS[rounded],
         scaling.given is not None,
         factors is not None,
         _SCALE_BLOCK,
@@ -192,8 +184,7 @@ def _numbers(
     offsets: torch.Tensor,
     scales: torch.Tensor | None,
     dtype: torch.dtype,
-    activation: tuple[Activation, torch.Tensor] | None,
-    pairs: int | None = None,
+    activation: tuple[SquaredReLU, torch.Tensor] | None,
     *,
     by_row: bool,
     by_column: bool,
@@ -201,14 +192,6 @@ def _numbers(
     (tokens, columns), experts = x.shape, offsets.shape[0] - 1
     function, router = activation if activation is not None else (SquaredReLU(), None)
     kind = fp8_device.BF16 if activation is None else fp8_device.ACTIVATION
-    gate, clamps, numbers = fp8_device.SWIGLU, False, [1.0, 1.0, 1.0]
-    if isinstance(function, Gated):
-        columns, kind, gate = columns // 2, fp8_device.GATED, _GATES[function.gate]
-        numbers[: len(function.numbers)] = function.numbers
-    elif function.clamp is not None:
-        clamps, numbers[0] = True, function.clamp
-    if pairs is not None:
-        kind = fp8_device.PAIRS
     padded = padded_tokens(tokens, experts)
     rows = torch.empty(tokens, columns, dtype=dtype, device=x.device) if by_row else None
     turned = torch.empty(columns, padded, dtype=dtype, device=x.device) if by_column else None
@@ -222,11 +205,9 @@ def _numbers(
         experts,
         columns,
         padded,
-        *numbers,
-        pairs or columns // 2,
+        1.0 if function.clamp is None else function.clamp,
         fp8_device.FP8 if scales is None else kind,
-        clamps,
-        gate,
+        function.clamp is not None,
         dtype is torch.float8_e5m2,
         by_row,
         by_column,

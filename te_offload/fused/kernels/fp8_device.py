@@ -20,11 +20,8 @@ import triton.language as tl
 BLOCK = 128
 """Rows and columns of a tile; K of a GEMM's tile too."""
 
-BF16, FP8, ACTIVATION, GATED, PAIRS = (tl.constexpr(kind) for kind in range(5))
-"""What a tile is read from: 16-bit numbers, FP8 as it is, the activation's input, that of a gated activation in pairs of
-columns, or 16-bit numbers in such pairs, which are written as halves.
-"""
-SWIGLU, CLAMPED_QGEGLU, SITU_GLU = (tl.constexpr(kind) for kind in range(3))
+BF16, FP8, ACTIVATION = (tl.constexpr(kind) for kind in range(3))
+"""What a tile is read from: 16-bit numbers, FP8 as it is, or the activation's input."""
 
 
 @triton.jit
@@ -145,28 +142,6 @@ def _squared_relu(x, clamp, CLAMPS: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x):
-    return tl.div_rn(1.0, 1.0 + tl.exp2(x * -1.4426950408889634))
-
-
-@triton.jit
-def _tanh(x):
-    decay = tl.exp2(tl.abs(x) * (-2.0 * 1.4426950408889634))
-    found = tl.div_rn(1.0 - decay, 1.0 + decay)
-    return tl.where(x < 0.0, -found, found)
-
-
-@triton.jit
-def _gated(a, b, first, second, third, GATE: tl.constexpr):
-    if GATE == SWIGLU:
-        return a * _sigmoid(a) * b
-    if GATE == CLAMPED_QGEGLU:
-        least = tl.minimum(a, first)
-        return least * _sigmoid(second * least) * (tl.maximum(tl.minimum(b, first), -first) + third)
-    return first * _tanh(a / first) * _sigmoid(a) * (second * _tanh(b / second))
-
-
-@triton.jit
 def _to_fp8(x, E5M2: tl.constexpr):
     if E5M2:
         return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
@@ -185,12 +160,8 @@ def quantize_tokens(
     columns,
     padded,
     clamp,
-    second,
-    third,
-    width,
     SOURCE: tl.constexpr,
     CLAMPS: tl.constexpr,
-    GATE: tl.constexpr,
     E5M2: tl.constexpr,
     BY_ROW: tl.constexpr,
     BY_COLUMN: tl.constexpr,
@@ -199,9 +170,7 @@ def quantize_tokens(
 ):
     """FP8 of rows (T, columns), as they lie, as columns (columns, padded), or both.
 
-    ``SOURCE``: `BF16`, `FP8`, or `ACTIVATION`: the scaled squared ReLU of the activation's input, rounded to its dtype; or
-    `GATED`: the same of ``GATE``, whose numbers are ``clamp``, ``second`` and ``third``, of a source (T, columns, 2); or
-    `PAIRS`: of a source (T, columns / 2, 2), whose halves become blocks of ``width`` columns in turns.
+    ``SOURCE``: `BF16`, `FP8`, or `ACTIVATION`: the scaled squared ReLU of the activation's input, rounded to its dtype.
     """
     block = tl.program_id(0)
     index = tl.arange(0, EXPERTS)
@@ -222,24 +191,11 @@ def quantize_tokens(
         if SOURCE == FP8:
             found = tl.load(source + places, mask=mask, other=0)
         else:
-            if SOURCE == GATED:
-                wide = tl.load(source + 2 * places, mask=mask, other=0.0)
-            elif SOURCE == PAIRS:
-                inner = column % (2 * width)
-                pair = column // (2 * width) * width + inner % width
-                origin = 2 * pair + inner // width
-                wide = tl.load(source + rows.to(tl.int64)[:, None] * columns + origin[None, :], mask=mask, other=0.0)
-            else:
-                wide = tl.load(source + places, mask=mask, other=0.0)
+            wide = tl.load(source + places, mask=mask, other=0.0)
             value = wide.to(tl.float32)
             if SOURCE == ACTIVATION:
                 factor = tl.load(router + rows, mask=used, other=0.0)
                 value = (_squared_relu(value, clamp, CLAMPS) * factor[:, None]).to(wide.dtype).to(tl.float32)
-            if SOURCE == GATED:
-                factor = tl.load(router + rows, mask=used, other=0.0)
-                other = tl.load(source + 2 * places + 1, mask=mask, other=0.0).to(tl.float32)
-                value = _gated(value, other, clamp, second, third, GATE) * factor[:, None]
-                value = value.to(wide.dtype).to(tl.float32)
             found = _to_fp8(value * tl.load(row_scales + rows, mask=used, other=0.0)[:, None], E5M2)
         if BY_ROW:
             tl.store(by_row + places, found, mask=mask)

@@ -28,6 +28,7 @@ from quack.gemm_tvm_ffi_utils import (
 from te_offload.fused.kernels import (
     block_device,
     block_glu_device,
+    fp8_glu_device,
     rows_device,
     sm90_block_device,
     sm90_block_glu_device,
@@ -49,7 +50,8 @@ def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
     gemms = sm90_experts, sm90_order, sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
     gated = sm90_glu_device, sm90_fp8_glu_device, sm90_block_glu_device
-    modules = *gemms, *gated, rows_device, block_device, block_glu_device, sys.modules[__name__]
+    quantizers = block_device, block_glu_device, fp8_glu_device
+    modules = *gemms, *gated, *quantizers, rows_device, sys.modules[__name__]
     sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
 
@@ -212,6 +214,45 @@ def _compile_row_quantizer(
         _numbers(Float32, 2) if by_row else None,
         _words(2) if by_column else None,
         _numbers(Float32, 2) if by_column else None,
+        Float32(1.0),
+        Float32(0.0),
+        Float32(1.0),
+    )
+
+
+def compiled_pair_quantizer(
+    dtype: torch.dtype, out: torch.dtype, *, by_column: bool, gated: Gated | None = None, pairs: int = 0
+) -> Any:
+    """`fp8_glu_device.ScaledGatedRows` with ``gated``, else `ScaledHalvesRows`, as above.
+
+    Args:
+        dtype: bf16 or fp16. out: of the numbers. pairs: the ``interleave``.
+    """
+    of_gate = None if gated is None else (gated.gate.name, gated.numbers)
+    half, e5m2 = dtype is torch.float16, out is torch.float8_e5m2
+    return _compile_pair_quantizer(of_gate, pairs, by_column, half, e5m2, source_key())
+
+
+@jit_cache  # type: ignore[untyped-decorator]
+def _compile_pair_quantizer(
+    of_gate: tuple[str, tuple[float, ...]] | None, pairs: int, by_column: bool, half: bool, e5m2: bool, _source: str
+) -> Any:
+    ways: dict[str, Any] = {"by_column": by_column, "half": half, "e5m2": e5m2}
+    kernel: Any
+    if of_gate is None:
+        kernel = fp8_glu_device.ScaledHalvesRows(interleave=pairs, **ways)
+    else:
+        gated = Gated(Gate[of_gate[0]], of_gate[1])
+        kernel = fp8_glu_device.ScaledGatedRows(gated=gated, **ways)
+    return _compile(
+        kernel,
+        _words(2),
+        _numbers(Float32, 1) if kernel.activated else None,
+        _numbers(Int32, 1),
+        _words(2) if kernel.by_row else None,
+        _numbers(Float32, 1),
+        _words(2) if by_column else None,
+        None,
         Float32(1.0),
         Float32(0.0),
         Float32(1.0),

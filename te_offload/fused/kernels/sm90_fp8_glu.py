@@ -7,20 +7,30 @@ quack-kernels.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from te_offload.fused.kernels import fp8, sm90_fp8_glu_device, sm90_glu_device
+from te_offload.fused.kernels.fp8_glu import PairQuantizers
 from te_offload.fused.kernels.fp8_interface import QuantizedRows
-from te_offload.fused.kernels.interface import Gated
+from te_offload.fused.kernels.interface import Activation, Gated
 from te_offload.fused.kernels.pairs import to_halves, to_pairs
 from te_offload.fused.kernels.sm90 import DTYPE_NAMES
 from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels, Way, product_name
+from te_offload.fused.kernels.sm90_launch import Tile
+from te_offload.fused.kernels.sm90_tiles import tile_for
+from te_offload.ops.scaling import Scaling
 
 
 class Sm90Fp8GluKernels(Sm90Fp8Kernels):
     """See `Fp8Kernels`."""
+
+    def __init__(self, activation: Activation, tiles: Callable[..., Tile] = tile_for) -> None:
+        super().__init__(activation, tiles)
+        self._quantizers = PairQuantizers()
 
     @property
     def _gated(self) -> Gated:
@@ -31,9 +41,59 @@ class Sm90Fp8GluKernels(Sm90Fp8Kernels):
     def _two_passes(self) -> bool:
         return True
 
-    def quantize_dact(self, *args: Any, **kwargs: Any) -> QuantizedRows:
+    def quantize(
+        self,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        scaling: Scaling,
+        *,
+        weights: torch.Tensor,
+        magnitudes: torch.Tensor | None = None,
+        router: torch.Tensor | None = None,
+        by_column: bool = False,
+    ) -> QuantizedRows:
+        """See `Fp8Kernels.quantize`."""
+        if router is None:
+            return super().quantize(x, offsets, scaling, weights=weights, magnitudes=magnitudes, by_column=by_column)
+        assert magnitudes is not None and not by_column
+        inverses, scales, factors = fp8.scales_of(
+            magnitudes, offsets, scaling, weights, rounded=x.dtype, rows=x.shape[0]
+        )
+        activation = self._gated, router
+        rows = self._quantizers.activated(x, offsets, scales, scaling.dtype, activation, by_column=False)
+        return QuantizedRows(rows, None, scales, inverses, factors)
+
+    def quantize_dact(
+        self,
+        dact_input: torch.Tensor,
+        offsets: torch.Tensor,
+        scaling: Scaling,
+        *,
+        weights: torch.Tensor,
+        magnitudes: torch.Tensor,
+        by_column: bool = False,
+    ) -> QuantizedRows:
         """See `Fp8Kernels.quantize_dact`."""
-        return fp8.quantize(*args, **kwargs, pairs=self._gated.interleave)
+        x = dact_input
+        inverses, scales, factors = fp8.scales_of(
+            magnitudes, offsets, scaling, weights, rounded=x.dtype, rows=x.shape[0]
+        )
+        interleave = self._gated.interleave
+        rows, columns = self._quantizers.halves(x, offsets, scales, scaling.dtype, interleave, by_column=by_column)
+        return QuantizedRows(rows, columns, scales, inverses, factors)
+
+    def rebuild(
+        self,
+        act_input: torch.Tensor,
+        router: torch.Tensor,
+        rows: QuantizedRows,
+        offsets: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> QuantizedRows:
+        """See `Fp8Kernels.rebuild`."""
+        activation = self._gated, router
+        columns = self._quantizers.activated(act_input, offsets, rows.scales, dtype, activation, by_column=True)
+        return dataclasses.replace(rows, rows=None, columns=columns)
 
     def _fc1_way(self, dtype: torch.dtype, *, bias: bool, given: bool, fast: bool) -> Way:
         assert not given, "two passes"

@@ -50,6 +50,7 @@ _MANY_DEEP: Tiles = (
 _SINGLE_BLOCK: Tiles = ((Tile(128, 128, 1, 1), 1.0),)
 _BLOCKS_ABOVE: Tiles = ((Tile(128, 128), 1.0),)
 _BLOCKS_BESIDE: Tiles = ((Tile(128, 128, 1, 2), 1.0),)
+_SPLIT_MANY: Tiles = ((Tile(128, 128, 1, 2), 0.98), (Tile(128, 128), 1.0))
 # Measured on H200s and H100s (docs/results/): each tile with its time a padded element of the result, relative to the
 # first one's. Weights that are read transposed want a tile of whole strips of 32 or 64 columns: others lie in shared memory
 # in strips of 16 (in tiles of 208 FC1's dgrad took 1.65 ms, in tiles of 192 0.97).
@@ -127,7 +128,11 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ("fp8 fast dact", Regime.USUAL): ((Tile(128, 208, pingpong=True), 1.0),),
     ("fp8 fast wgrad", Regime.USUAL): ((Tile(128, 208, pingpong=True), 1.0),),
     ("fp8 split", Regime.USUAL): _SINGLE_BLOCK,
-    ("fp8 split", Regime.MANY): ((Tile(128, 128, 1, 2), 0.98), (Tile(128, 128), 1.0)),
+    ("fp8 split", Regime.MANY): _SPLIT_MANY,
+    ("fp8 split deep", Regime.FEW): _SINGLE_BLOCK,
+    ("fp8 split deep", Regime.SOME): _SINGLE_BLOCK,
+    ("fp8 split deep", Regime.USUAL): (*_SINGLE_BLOCK, (Tile(128, 128, 1, 2), 0.98)),
+    ("fp8 split deep", Regime.MANY): _SPLIT_MANY,
     ("fp8 split dact", Regime.USUAL): _SINGLE_BLOCK,
     ("fp8 split dact", Regime.MANY): _BLOCKS_ABOVE,
     ("fp8 split wgrad", Regime.FEW): _BLOCKS_BESIDE,
