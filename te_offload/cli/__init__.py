@@ -53,12 +53,16 @@ def explain(
     hidden: Annotated[int, typer.Option(min=1, help="Columns of the input of FC1.")] = 2048,
     ffn: Annotated[int, typer.Option(min=1, help="Columns of the input of FC2.")] = 1408,
     bias: Annotated[bool, typer.Option(help="Whether FC1 and FC2 have biases.")] = False,
+    glu_interleave_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Columns of a block of each half, of gated activations; none: one block each."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say which grouped MLPs a fused op takes on this machine, and why not the others."""
     from te_offload.cli.explain import run_explain
 
-    raise typer.Exit(run_explain(hidden=hidden, ffn=ffn, bias=bias, as_json=as_json))
+    raise typer.Exit(run_explain(hidden=hidden, ffn=ffn, bias=bias, interleave=glu_interleave_size, as_json=as_json))
 
 
 def main() -> None:

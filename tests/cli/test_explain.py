@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from te_offload.cli import app
-from te_offload.fused import hopper
+from te_offload.fused import hopper, machine
 
 
 def windows(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -20,7 +20,7 @@ def windows(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 def test_every_no_says_why_for_both_paths() -> None:
     found = windows()
-    assert len(found) == 5 * 4
+    assert len(found) == 5 * 6
     for row in found.values():
         assert row["ok"] or ("Blackwell: " in row["reason"] and "Hopper: " in row["reason"]), row
 
@@ -35,6 +35,21 @@ def test_window_that_is_taken_is_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_widths_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(hopper.SWITCH, "reference")
     assert "FC1 is 36 x 64" in windows("--hidden", "36", "--ffn", "64")["ScaledSReLU", "none"]["reason"]
+
+
+def test_halves_lie_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "1")
+    monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
+    monkeypatch.setattr(machine, "broken_package", lambda **_: None)
+    found = windows("--glu-interleave-size", "4")
+    assert found["ScaledSwiGLU", "none"]["ok"] and found["ScaledSReLU", "FP8 by blocks"]["ok"]
+    assert "glu_interleave_size=4; by blocks it takes 8" in found["ScaledSiTUGLU", "FP8 by blocks"]["reason"]
+    assert windows()["ScaledSiTUGLU", "FP8 by blocks"]["ok"]
+
+
+def test_names_in_reasons_are_not_cut_in_a_narrow_table() -> None:
+    text = CliRunner().invoke(app, ["explain"], env={"COLUMNS": "90"}).output
+    assert "\u2026" not in text and "_MLP" in text
 
 
 def test_table_has_a_row_for_each() -> None:
