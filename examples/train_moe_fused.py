@@ -1,4 +1,4 @@
-"""A small mixture-of-experts layer with a router, trained with the fused grouped MLP and offloading.
+"""A small mixture-of-experts layer with a router and SwiGLU, trained with the fused grouped MLP and offloading.
 
     ./run examples.train_moe_fused                                  # a Hopper GPU with quack-kernels
     TE_OFFLOAD_FUSED_MLP=reference ./run examples.train_moe_fused   # anywhere, in torch arithmetic
@@ -27,8 +27,8 @@ class MoE(torch.nn.Module):
         super().__init__()
         self.router = torch.nn.Linear(HIDDEN, EXPERTS, device=device, dtype=dtype)
         self.experts = te.ops.Sequential(
-            ops.GroupedLinear(EXPERTS, HIDDEN, FFN, bias=False, device=device, dtype=dtype),
-            ops.ScaledSReLU(no_offload_activation=True),
+            ops.GroupedLinear(EXPERTS, HIDDEN, 2 * FFN, bias=False, device=device, dtype=dtype),
+            ops.ScaledSwiGLU(no_offload_activation=True),
             ops.GroupedLinear(EXPERTS, FFN, HIDDEN, bias=False, device=device, dtype=dtype),
         )
 
