@@ -1,6 +1,6 @@
 """One training step of a stack of grouped MLPs: without offloading, with ours, with Transformer Engine's own context.
 
-    ./run benchmarks.offload [--shape 64] [--shape 8] [--fp8] [--rounds 20] [--json FILE]
+    ./run benchmarks.offload [--shape 64] [--shape 8] [--fp8] [--activation srelu|swiglu] [--rounds 20] [--json FILE]
 
 All ways run in one process, interleaved, forwards and backwards through the list by turns (A B B A); each time is the
 median over the rounds, of the host's clock around a step that ends with a synchronization. Gradients of every way are
@@ -215,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="64 or 8 experts; default: both")
     parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
+    parser.add_argument("--activation", choices=("srelu", "swiglu"), default="srelu")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", help="the first three ways, and those with this text in their name")
     parser.add_argument("--json", type=Path, help="write the results here too")
@@ -232,7 +233,8 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
     results = []
     for name in arguments.shape or SHAPES:
-        results.append(measure(Shape(*SHAPES[name], fp8=arguments.fp8), arguments.rounds, arguments.only))
+        shape = Shape(*SHAPES[name], fp8=arguments.fp8, gated=arguments.activation == "swiglu")
+        results.append(measure(shape, arguments.rounds, arguments.only))
         print("\n" + table(results[-1]), flush=True)
         gc.collect()
         torch.cuda.empty_cache()

@@ -27,7 +27,9 @@ os.environ.setdefault(hopper.SWITCH, "0")  # the same ops in every variant: Tran
 
 @dataclass(frozen=True)
 class Shape:
-    """A stack of grouped MLPs: layers, experts, hidden and ffn width, tokens; bf16 or FP8 current scaling."""
+    """A stack of grouped MLPs: layers, experts, hidden and ffn width, tokens; bf16 or FP8 current scaling; squared ReLU, or
+    SwiGLU if gated.
+    """
 
     layers: int
     experts: int
@@ -35,13 +37,14 @@ class Shape:
     ffn: int
     tokens: int
     fp8: bool
+    gated: bool = False
 
     @property
     def title(self) -> str:
         """The shape in a line."""
         form = "FP8 current scaling" if self.fp8 else "bf16"
         size = f"hidden {self.hidden}, ffn {self.ffn}, {self.tokens} tokens"
-        return f"{self.layers} layers of {self.experts} experts, {size}, {form}"
+        return f"{self.layers} layers of {self.experts} experts, {size}, {form}{', SwiGLU' if self.gated else ''}"
 
 
 Wrap = Callable[[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
@@ -53,7 +56,10 @@ class Stack(torch.nn.Module):
     def __init__(self, shape: Shape, *, keep_act: bool, plain: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        linear = te.ops.GroupedLinear if plain else ops.GroupedLinear
+        room: Any = te.ops if plain else ops
+        linear, wide = room.GroupedLinear, 2 * shape.ffn if shape.gated else shape.ffn
+        activation = room.ScaledSwiGLU if shape.gated else room.ScaledSReLU
+        keep = {} if plain else {"no_offload_activation": keep_act}
         size: dict[str, Any] = {
             "bias": False,
             "device": "cuda",
@@ -62,8 +68,8 @@ class Stack(torch.nn.Module):
         }
         self.layers = torch.nn.ModuleList(
             te.ops.Sequential(
-                linear(shape.experts, shape.hidden, shape.ffn, **size),
-                te.ops.ScaledSReLU() if plain else ops.ScaledSReLU(no_offload_activation=keep_act),
+                linear(shape.experts, shape.hidden, wide, **size),
+                activation(**keep),
                 linear(shape.experts, shape.ffn, shape.hidden, **size),
             )
             for _ in range(shape.layers)
