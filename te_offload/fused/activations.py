@@ -14,7 +14,7 @@ from te_offload.ops import te_adapter
 
 _BLOCK = 32  # columns of each half that the kernels' tiles hold a multiple of
 _HALF_TILE = 64  # columns of each half in a tile by blocks: one whose half is in two blocks of scales is not taken
-_AT_ONCE = 8  # columns that a thread of the quantizers by blocks reads from one half
+_AT_ONCE = 8  # columns that a thread of the quantizers writes, which are of one half
 
 
 def is_gated(op: Any) -> bool:
@@ -34,11 +34,11 @@ def activation_of(op: Any) -> Activation:
     return Gated(Gate.SITU_GLU, (op.beta1, op.beta2), interleave)
 
 
-def reason_against(window: Any, *, by_blocks: bool, reference: bool) -> str | None:
+def reason_against(window: Any, *, quantizes: bool, by_blocks: bool, reference: bool) -> str | None:
     """Why a window with a gated activation is not taken; ``None``: it is, or its activation is not gated.
 
     Args:
-        by_blocks: there is a recipe of a block-scaled format. reference: torch computes.
+        quantizes: there is a recipe. by_blocks: of a block-scaled format. reference: torch computes.
     """
     if not is_gated(window.activation):
         return None
@@ -49,16 +49,16 @@ def reason_against(window: Any, *, by_blocks: bool, reference: bool) -> str | No
     columns, block = window.fc1.out_features, 2 * interleave
     if columns % block:
         return f"FC1 gives {columns} columns, which are not a multiple of {block} (2 x glu_interleave_size)"
-    return reason_by_blocks(window.activation, columns) if by_blocks and not reference else None
+    return reason_quantized(window.activation, columns, by_blocks=by_blocks) if quantizes and not reference else None
 
 
-def reason_by_blocks(op: Any, columns: int) -> str | None:
-    """Why Hopper's kernels for FP8 by blocks do not take an activation of so many columns; ``None`` if they do."""
+def reason_quantized(op: Any, columns: int, *, by_blocks: bool) -> str | None:
+    """Why Hopper's kernels for FP8 do not take an activation of so many columns; ``None`` if they do."""
     if not is_gated(op):
         return None
     interleave, name = op.glu_interleave_size, type(op).__name__
     if interleave and interleave % _AT_ONCE:
-        return f"its activation is {name} with glu_interleave_size={interleave}; by blocks it takes 8, 16 and 32"
-    if not interleave and columns % (2 * _HALF_TILE):
+        return f"its activation is {name} with glu_interleave_size={interleave}; in FP8 it takes 8, 16 and 32"
+    if by_blocks and not interleave and columns % (2 * _HALF_TILE):
         return f"FC1 gives {columns} columns to {name}, which are not a multiple of {2 * _HALF_TILE}, as it takes by blocks"
     return None

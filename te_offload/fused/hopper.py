@@ -50,7 +50,9 @@ def explain(window: Window, recipe: Any = None) -> Support:
     reason = None if mode == "reference" else machine.reason_against(SWITCH, quantizes=recipe is not None)
     by_blocks = recipe is not None and te_adapter.block_format(recipe) is not None
     reference = mode == "reference"
-    reason = reason or activations.reason_against(window, by_blocks=by_blocks, reference=reference)
+    reason = reason or activations.reason_against(
+        window, quantizes=recipe is not None, by_blocks=by_blocks, reference=reference
+    )
     reason = reason or _structure_reason(window)
     if reason is None and recipe is not None:
         linears = ("FC1", window.fc1), ("FC2", window.fc2)

@@ -77,9 +77,9 @@ def _call_reason(
     if not requires_grad[0] == requires_grad[1] == requires_grad[2]:
         return "a gradient is needed by some of its ops alone"
     dtypes, device, on_gpu = [], input_.device, input_.is_cuda
-    if on_gpu and way not in (quantized.DENSE, quantized.TENSOR_SCALES):
+    if on_gpu and way != quantized.DENSE:
         # The recipe may be another one than when it was fused.
-        reason = activations.reason_by_blocks(activation, fc1.out_features)
+        reason = activations.reason_quantized(activation, fc1.out_features, by_blocks=way != quantized.TENSOR_SCALES)
         if reason is not None:
             return reason
     for op, scaling in zip((fc1, fc2), scalings, strict=True):

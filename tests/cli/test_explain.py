@@ -43,7 +43,7 @@ def test_halves_lie_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "broken_package", lambda **_: None)
     found = windows("--glu-interleave-size", "4")
     assert found["ScaledSwiGLU", "none"]["ok"] and found["ScaledSReLU", "FP8 by blocks"]["ok"]
-    assert "glu_interleave_size=4; by blocks it takes 8" in found["ScaledSiTUGLU", "FP8 by blocks"]["reason"]
+    assert "glu_interleave_size=4; in FP8 it takes 8" in found["ScaledSiTUGLU", "FP8 by blocks"]["reason"]
     assert windows()["ScaledSiTUGLU", "FP8 by blocks"]["ok"]
 
 

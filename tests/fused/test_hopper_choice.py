@@ -59,13 +59,13 @@ def test_gated_activations_are_taken_where_kernels_can_tell_their_halves_and_tor
         assert hopper.explain(gated_window(256), recipe).ok and hopper.explain(gated_window(192, 16), recipe).ok
         reason = str(hopper.explain(gated_window(256, 64), recipe).reason)
         assert "glu_interleave_size=64, which does not divide 32" in reason
-    for columns, interleave, reason in (
-        (256, 4, "ScaledSwiGLU with glu_interleave_size=4; by blocks it takes 8, 16 and 32"),
-        (192, None, "FC1 gives 192 columns to ScaledSwiGLU, which are not a multiple of 128"),
-    ):
-        window = gated_window(columns, interleave)
-        assert hopper.explain(window).ok and hopper.explain(window, of_tensors).ok
-        assert reason in str(hopper.explain(window, by_blocks).reason)
+    in_fours, narrow = gated_window(256, 4), gated_window(192)
+    assert hopper.explain(in_fours).ok and hopper.explain(narrow).ok and hopper.explain(narrow, of_tensors).ok
+    for recipe in (of_tensors, by_blocks):
+        reason = str(hopper.explain(in_fours, recipe).reason)
+        assert "ScaledSwiGLU with glu_interleave_size=4; in FP8 it takes 8, 16 and 32" in reason
+    reason = str(hopper.explain(narrow, by_blocks).reason)
+    assert "FC1 gives 192 columns to ScaledSwiGLU, which are not a multiple of 128" in reason
 
 
 def test_report_says_how_grouped_mlps_ran(monkeypatch: pytest.MonkeyPatch) -> None:

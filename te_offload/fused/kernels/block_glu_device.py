@@ -82,6 +82,7 @@ class HalvesRowQuantizer(_Pairs):
 
     def __init__(self, *, interleave: int, **others: Any) -> None:
         super().__init__(activated=False, clamps=False, **others)
+        assert interleave % 8 == 0, "a thread's columns are of one half"
         self.interleave = interleave
 
     def part_of(self, part: Any, x: Any) -> Any:
