@@ -20,6 +20,8 @@ SPLITS = (16, 301, 0, 148)
 ACTIVATIONS = {
     "SwiGLU": Gated(Gate.SWIGLU),
     "SwiGLU, interleaved": Gated(Gate.SWIGLU, (), 32),
+    "SwiGLU, in eights": Gated(Gate.SWIGLU, (), 8),
+    "SwiGLU, column by column": Gated(Gate.SWIGLU, (), 1),
     "clamped QGeGLU": Gated(Gate.CLAMPED_QGEGLU, (0.75, 1.702, 1.0)),
     "SiTUGLU, interleaved": Gated(Gate.SITU_GLU, (4.0, 25.0), 16),
 }
