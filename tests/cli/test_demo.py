@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from typer.testing import CliRunner
 
 from te_offload.cli import app
@@ -27,6 +29,13 @@ def invoke(*arguments: str) -> tuple[int, str]:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
+
+
+@pytest.fixture(autouse=True)
+def no_amaxes_left() -> Iterator[None]:
+    """Transformer Engine keeps those of delayed scaling for whoever runs a backward next."""
+    yield
+    FP8GlobalStateManager.reset()
 
 
 def test_demo_shows_the_table_and_writes_both_reports(tmp_path: Path) -> None:
