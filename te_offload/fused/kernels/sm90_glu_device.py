@@ -25,6 +25,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 from quack.epilogue.math import Pair
 from quack.epilogue.ops import Scalar, TileStore
+from quack.gemm_sm90 import GemmSm90
 
 from te_offload.fused.kernels.interface import Gate, Gated
 from te_offload.fused.kernels.sm90_device import BIAS, COLUMN, DSCALE, ROW, SCALE, linear, make_kernel
@@ -84,6 +85,18 @@ class PairedGrads(Paired, GradsByTable):
         return super().make_tma_epilogue_atoms_and_tensors(self.paired(d, 0), *args, **kwargs)
 
 
+class _NarrowParts:
+    """Mixin before QuACK's GEMM: the epilogue takes 16 columns at a time, not 32, in tiles of more than 128, where pairs of
+    32 would not stay in registers (160 and 192 by turns) or leave room for two stages of operands alone (192 and 256).
+    """
+
+    @staticmethod
+    def _compute_tile_shape_or_override(tile: Any, *args: Any, **kwargs: Any) -> Any:
+        rows, columns = GemmSm90._compute_tile_shape_or_override(tile, *args, **kwargs)
+        return rows, 16 if tile[1] > _WIDE else columns
+
+
+_WIDE = 128
 Halves = tuple[Any, Any, Any, Any]
 """gate(a), its derivative, linear(b), its derivative: as in `te_offload.ops.arithmetic`, one number at a time."""
 
@@ -207,6 +220,7 @@ for _gate, (_halves, _numbers) in KINDS.items():
     _make(
         dact_name(_gate),
         _dact(_halves),
+        mixins=(_NarrowParts,),
         ops=(SCALE, *_scalars, _FC2_INPUT, DSCALE),
         operands=(("c", "c"), *_kinds),
         outputs=("fc2_input",),
