@@ -70,10 +70,10 @@ def _bits(value: Any) -> Any:
     return asm(T.i32(), "mov.b32 $0, $1;", "=r,f", value)
 
 
-def _four(a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Four numbers in E4M3, the first one lowest."""
+def in_fp8(a: Any, b: Any, c: Any, d: Any, form: str = "e4m3") -> Any:
+    """Four numbers in E4M3, or E5M2, the first one lowest."""
     text = (
-        "{.reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, $2, $1; cvt.rn.satfinite.e4m3x2.f32 y, $4, $3; "
+        f"{{.reg .b16 x, y; cvt.rn.satfinite.{form}x2.f32 x, $2, $1; cvt.rn.satfinite.{form}x2.f32 y, $4, $3; "
         "mov.b32 $0, {x, y};}"
     )
     return asm(T.i32(), text, "=r,f,f,f,f", a, b, c, d)
@@ -180,6 +180,15 @@ class _Tile:
                 turned[column + 3, place] = _bytes(low, other, 0x7632)
 
     @cute.jit
+    def turned(self, numbers, group, rows):
+        """Shared memory (128, 32) in which all threads have turned theirs."""
+        place = cute.arch.alloc_smem(Int32, BLOCK * 32, alignment=16)
+        shared = cute.make_tensor(place, cute.make_layout((BLOCK, 32), stride=(32, 1)))
+        self.turn(shared, numbers, group, rows)
+        cute.arch.sync_threads()
+        return shared
+
+    @cute.jit
     def write_turned(self, turned, out, thread, first_column, last_column, first_word, last_word):
         """Rows of 128 bytes to ``out``, 16 a thread: columns up to one, words up to one."""
         words = cute.make_rmem_tensor((4,), Int32)
@@ -275,7 +284,7 @@ class RowQuantizer(_Tile):
                     mine = cute.arch.shuffle_sync(scale, lane // 16 * 16 + 4 * half + i)
                     for word in cutlass.range_constexpr(2):
                         low, high = self.wide(value[2 * word, i, half]), self.wide(value[2 * word + 1, i, half])
-                        numbers[word, i, half] = _four(low[0] * mine, low[1] * mine, high[0] * mine, high[1] * mine)
+                        numbers[word, i, half] = in_fp8(low[0] * mine, low[1] * mine, high[0] * mine, high[1] * mine)
             self.write(rows, numbers, first, end, four, place, there)
         if const_expr(self.columns != NOT):
             scales = self.column_scale(value, thread, lane, group, block, part, column_scales, epsilon, most)
@@ -284,17 +293,12 @@ class RowQuantizer(_Tile):
                     for word in cutlass.range_constexpr(2):
                         low, high = [self.wide(value[2 * word + one, i, half], again=True) for one in range(2)]
                         one, two, three, last = [scales[4 * word + column] for column in range(4)]
-                        numbers[word, i, half] = _four(low[0] * one, low[1] * two, high[0] * three, high[1] * last)
+                        numbers[word, i, half] = in_fp8(low[0] * one, low[1] * two, high[0] * three, high[1] * last)
             if const_expr(self.columns == SAVED):
                 self.write(columns, numbers, first, end, four, place, there)
             else:
-                turned = cute.arch.alloc_smem(Int32, BLOCK * 32, alignment=16)
-                shared = cute.make_tensor(turned, cute.make_layout((BLOCK, 32), stride=(32, 1)))
-                self.turn(shared, numbers, group, four)
-                cute.arch.sync_threads()
-                self.write_turned(
-                    shared, columns, thread, part * BLOCK, columns.shape[0], block * 32, Int32(columns.shape[1])
-                )
+                turned, last = self.turned(numbers, group, four), Int32(columns.shape[1])
+                self.write_turned(turned, columns, thread, part * BLOCK, columns.shape[0], block * 32, last)
 
     def width(self, x: Any) -> Any:
         """Columns that are quantized."""
@@ -438,19 +442,10 @@ class WeightQuantizer(_Tile):
             for i in cutlass.range_constexpr(4):
                 for word in cutlass.range_constexpr(2):
                     low, high = self.wide(value[2 * word, i, half]), self.wide(value[2 * word + 1, i, half])
-                    numbers[word, i, half] = _four(low[0] * scale, low[1] * scale, high[0] * scale, high[1] * scale)
+                    numbers[word, i, half] = in_fp8(low[0] * scale, low[1] * scale, high[0] * scale, high[1] * scale)
         self.write(rows[expert, None, None], numbers, first, end, four, place, there)
         if const_expr(self.both):
-            turned = cute.arch.alloc_smem(Int32, BLOCK * 32, alignment=16)
-            shared = cute.make_tensor(turned, cute.make_layout((BLOCK, 32), stride=(32, 1)))
-            self.turn(shared, numbers, group, four)
-            cute.arch.sync_threads()
-            self.write_turned(
-                shared,
-                columns[expert, None, None],
-                thread,
-                other * BLOCK,
-                columns.shape[1],
-                part * 32,
-                Int32(columns.shape[2]),
-            )
+            turned = self.turned(numbers, group, four)
+            out = columns[expert, None, None]
+            first_column, last_word = other * BLOCK, Int32(columns.shape[2])
+            self.write_turned(turned, out, thread, first_column, columns.shape[1], part * 32, last_word)

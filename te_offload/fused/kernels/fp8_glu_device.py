@@ -12,9 +12,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cutlass_dsl import T
 
-from te_offload.fused.kernels.block_device import BLOCK, NOT, TURNED, asm
+from te_offload.fused.kernels.block_device import BLOCK, NOT, TURNED, in_fp8
 from te_offload.fused.kernels.block_glu_device import GatedRowQuantizer, HalvesRowQuantizer
 
 
@@ -22,12 +21,12 @@ class _Scaled:
     """Mixin before a quantizer by blocks: ``row_scales`` (T,) float32 is read, and ``column_scales`` is not there.
 
     Attributes:
-        e5m2: whether numbers are in E5M2; else in E4M3.
+        form: of the numbers, ``"e4m3"`` or ``"e5m2"``.
     """
 
     by_row: bool
     columns: int
-    e5m2: bool
+    form: str
 
     @cute.jit
     def tile(
@@ -63,48 +62,35 @@ class _Scaled:
                     scale = row_scales[row]
                 for word in cutlass.range_constexpr(2):
                     low, high = self.wide(value[2 * word, i, half]), self.wide(value[2 * word + 1, i, half])
-                    numbers[word, i, half] = self.four(low[0] * scale, low[1] * scale, high[0] * scale, high[1] * scale)
+                    four_of = [one * scale for one in (*low, *high)]
+                    numbers[word, i, half] = in_fp8(*four_of, self.form)
         if const_expr(self.by_row):
             self.write(rows, numbers, first, end, four, place, there)
         if const_expr(self.columns != NOT):
-            turned = cute.arch.alloc_smem(Int32, BLOCK * 32, alignment=16)
-            shared = cute.make_tensor(turned, cute.make_layout((BLOCK, 32), stride=(32, 1)))
-            self.turn(shared, numbers, group, four)
-            cute.arch.sync_threads()
-            self.write_turned(
-                shared, columns, thread, part * BLOCK, columns.shape[0], block * 32, Int32(columns.shape[1])
-            )
-
-    def four(self, a: Any, b: Any, c: Any, d: Any) -> Any:
-        """Four numbers in FP8, the first one lowest."""
-        kind = "e5m2x2" if self.e5m2 else "e4m3x2"
-        text = (
-            f"{{.reg .b16 x, y; cvt.rn.satfinite.{kind}.f32 x, $2, $1; cvt.rn.satfinite.{kind}.f32 y, $4, $3; "
-            "mov.b32 $0, {x, y};}"
-        )
-        return asm(T.i32(), text, "=r,f,f,f,f", a, b, c, d)
+            turned, last = self.turned(numbers, group, four), Int32(columns.shape[1])
+            self.write_turned(turned, columns, thread, part * BLOCK, columns.shape[0], block * 32, last)
 
 
 class ScaledGatedRows(_Scaled, GatedRowQuantizer):
     """FP8 of what a gated activation makes of pairs, (T, F) of x (T, F) words, or with tokens side by side.
 
     Args:
-        by_column: tokens lie side by side, else rows are written as they lie. e5m2: see `_Scaled`. others: of
+        by_column: tokens lie side by side, else rows are written as they lie. form: see `_Scaled`. others: of
             `GatedRowQuantizer`.
     """
 
-    def __init__(self, *, by_column: bool, e5m2: bool, **others: Any) -> None:
+    def __init__(self, *, by_column: bool, form: str, **others: Any) -> None:
         super().__init__(by_row=not by_column, columns=TURNED if by_column else NOT, power_of_two=False, **others)
-        self.e5m2 = e5m2
+        self.form = form
 
 
 class ScaledHalvesRows(_Scaled, HalvesRowQuantizer):
     """FP8 of pairs as halves, (T, 2F) of x (T, F) words.
 
     Args:
-        by_column: with tokens side by side too. e5m2: see `_Scaled`. others: of `HalvesRowQuantizer`.
+        by_column: with tokens side by side too. form: see `_Scaled`. others: of `HalvesRowQuantizer`.
     """
 
-    def __init__(self, *, by_column: bool, e5m2: bool, **others: Any) -> None:
+    def __init__(self, *, by_column: bool, form: str, **others: Any) -> None:
         super().__init__(by_row=True, columns=TURNED if by_column else NOT, power_of_two=False, **others)
-        self.e5m2 = e5m2
+        self.form = form

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from te_offload.fused.kernels import blocks, sm90_block_glu_device, sm90_glu_device
-from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
-from te_offload.fused.kernels.interface import Gated, Orders, TileCount
+from te_offload.fused.kernels.block_interface import BlockNumbers
+from te_offload.fused.kernels.interface import Gated
 from te_offload.fused.kernels.pairs import to_halves, to_pairs
 from te_offload.fused.kernels.sm90_blocks import Sm90BlockKernels
 from te_offload.ops.scaling import BlockScaling
@@ -36,40 +36,17 @@ class Sm90BlockGluKernels(Sm90BlockKernels):
         assert rows is not None
         return rows, found
 
-    def fc1_linear(
-        self,
-        x: BlockNumbers,
-        weights: BlockWeights,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        offsets: torch.Tensor,
-        count: TileCount | None = None,
-    ) -> None:
-        """See `BlockKernels.fc1_linear`."""
-        interleave = self._gated.interleave
-        kernel, values = sm90_block_glu_device.PairedBlockGemm, {}
-        if bias is not None:
-            kernel = sm90_block_glu_device.PairedBlockBiasGemm
-            values = {"bias": to_pairs(bias, interleave)}
-        self._multiply(kernel, x, weights.rows, out, None, values, offsets, count, pairs=interleave)
+    def _fc1_way(self, *, bias: bool) -> tuple[type[Any], dict[str, Any]]:
+        kernels = sm90_block_glu_device
+        kernel = kernels.PairedBlockBiasGemm if bias else kernels.PairedBlockGemm
+        return kernel, {"pairs": self._gated.interleave}
 
-    def fc2_dgrad_blocks(
-        self,
-        dy: BlockNumbers,
-        weights: BlockWeights,
-        act_input: torch.Tensor,
-        router: torch.Tensor,
-        offsets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, Orders]:
-        """See `BlockKernels.fc2_dgrad_blocks`."""
-        dact_input = torch.empty_like(act_input)
-        tokens, columns = act_input.shape[0], act_input.shape[1] // 2
-        parts = self._dscale_parts(tokens, columns, act_input.device)
-        values = {"scale": router, "dscale": parts, **self._numbers()}
-        kernel = getattr(sm90_block_glu_device, sm90_block_glu_device.dact_name(self._gated.gate))
-        count = self._backward_count(offsets)
-        self._multiply(kernel, dy, weights.columns, dact_input, act_input, values, offsets, count, packed=True)
-        return dact_input, *self._sums(parts, offsets, count)
+    def _dact_way(self) -> tuple[type[Any], dict[str, Any]]:
+        name = sm90_block_glu_device.dact_name(self._gated.gate)
+        return getattr(sm90_block_glu_device, name), {"packed": True}
+
+    def _as_read(self, bias: torch.Tensor) -> torch.Tensor:
+        return to_pairs(bias, self._gated.interleave)
 
     def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """See `Kernels.fc1_bias_grads`."""

@@ -117,7 +117,22 @@ class Sm90BlockKernels(Sm90Kernels):
         count: TileCount | None = None,
     ) -> None:
         """See `BlockKernels.fc1_linear`."""
-        self.linear_blocks(x, weights.rows, out, offsets, bias=bias, count=count)
+        kernel, ways = self._fc1_way(bias=bias is not None)
+        values = {} if bias is None else {"bias": self._as_read(bias)}
+        self._multiply(kernel, x, weights.rows, out, None, values, offsets, count, **ways)
+
+    def _fc1_way(self, *, bias: bool) -> tuple[type[Any], dict[str, Any]]:
+        """The kernel, and what its launch takes beside tensors."""
+        return getattr(sm90_block_device, "BlockBiasGemm" if bias else "BlockGemm"), {}
+
+    def _dact_way(self) -> tuple[type[Any], dict[str, Any]]:
+        """As `_fc1_way`, of FC2's dgrad with the activation's."""
+        tanh = "" if self._activation.clamp is None else "Tanh"
+        return getattr(sm90_block_device, f"BlockD{tanh}SReLUGemm"), {}
+
+    def _as_read(self, bias: torch.Tensor) -> torch.Tensor:
+        """FC1's bias in the order in which its kernels have columns."""
+        return bias
 
     def linear_blocks(
         self,
@@ -147,18 +162,12 @@ class Sm90BlockKernels(Sm90Kernels):
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Orders]:
         """See `BlockKernels.fc2_dgrad_blocks`."""
-        dact_input = torch.empty_like(act_input)
-        tokens, columns = act_input.shape
-        parts = self._dscale_parts(tokens, columns, act_input.device)
-        tanh = "" if self._activation.clamp is None else "Tanh"
-        values = {"scale": router, "dscale": parts, **self._numbers()}
-        kernel, count = getattr(sm90_block_device, f"BlockD{tanh}SReLUGemm"), self._backward_count(offsets)
-        self._multiply(kernel, dy, weights.columns, dact_input, act_input, values, offsets, count)
+        dact_input, columns = torch.empty_like(act_input), weights.columns.numbers.view.shape[1]
+        parts = act_input.new_empty(act_input.shape[0], -(-columns // BLOCK), dtype=torch.float32)
+        values, (kernel, ways) = {"scale": router, "dscale": parts, **self._numbers()}, self._dact_way()
+        count = self._backward_count(offsets)
+        self._multiply(kernel, dy, weights.columns, dact_input, act_input, values, offsets, count, **ways)
         return dact_input, *self._sums(parts, offsets, count)
-
-    @staticmethod
-    def _dscale_parts(tokens: int, columns: int, device: torch.device) -> torch.Tensor:
-        return torch.empty(tokens, -(-columns // BLOCK), dtype=torch.float32, device=device)
 
     def wgrad_blocks(
         self,

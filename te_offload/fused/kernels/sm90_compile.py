@@ -229,15 +229,15 @@ def compiled_pair_quantizer(
         dtype: bf16 or fp16. out: of the numbers. pairs: the ``interleave``.
     """
     of_gate = None if gated is None else (gated.gate.name, gated.numbers)
-    half, e5m2 = dtype is torch.float16, out is torch.float8_e5m2
-    return _compile_pair_quantizer(of_gate, pairs, by_column, half, e5m2, source_key())
+    half, form = dtype is torch.float16, "e5m2" if out is torch.float8_e5m2 else "e4m3"
+    return _compile_pair_quantizer(of_gate, pairs, by_column, half, form, source_key())
 
 
 @jit_cache  # type: ignore[untyped-decorator]
 def _compile_pair_quantizer(
-    of_gate: tuple[str, tuple[float, ...]] | None, pairs: int, by_column: bool, half: bool, e5m2: bool, _source: str
+    of_gate: tuple[str, tuple[float, ...]] | None, pairs: int, by_column: bool, half: bool, form: str, _source: str
 ) -> Any:
-    ways: dict[str, Any] = {"by_column": by_column, "half": half, "e5m2": e5m2}
+    ways: dict[str, Any] = {"by_column": by_column, "half": half, "form": form}
     kernel: Any
     if of_gate is None:
         kernel = fp8_glu_device.ScaledHalvesRows(interleave=pairs, **ways)

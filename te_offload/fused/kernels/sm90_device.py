@@ -23,19 +23,24 @@ from quack.gemm_sm90 import GemmSm90
 from te_offload.fused.kernels.sm90_experts import TABLE, ExpertRow, GradsByTable, TableArgument, WeightsByTable
 from te_offload.fused.kernels.sm90_order import AfterWorkBefore, AheadOfAnother, BesideWorkBefore, RowsTogether
 
-_FIVE_STAGES_WIDE = 192  # columns of a tile of which five stages fit beside parts of 16 columns, and four beside 32
 _OPTIONAL_TENSOR = cute.Tensor | None
 
 
-class _NarrowParts:
-    """Mixin before QuACK's GEMM: the epilogue takes 16 columns at a time, not 32, where what it then needs less of shared
-    memory holds one more stage of operands.
-    """
+def narrow_parts(of: Callable[[int], bool]) -> type[Any]:
+    """Mixin before QuACK's GEMM: the epilogue takes 16 columns at a time, not 32, in tiles of so many columns."""
 
-    @staticmethod
-    def _compute_tile_shape_or_override(tile: Any, *args: Any, **kwargs: Any) -> Any:
-        rows, columns = GemmSm90._compute_tile_shape_or_override(tile, *args, **kwargs)
-        return rows, 16 if tile[1] == _FIVE_STAGES_WIDE else columns
+    class NarrowParts:
+        @staticmethod
+        def _compute_tile_shape_or_override(tile: Any, *args: Any, **kwargs: Any) -> Any:
+            rows, columns = GemmSm90._compute_tile_shape_or_override(tile, *args, **kwargs)
+            return rows, 16 if of(tile[1]) else columns
+
+    return NarrowParts
+
+
+_NarrowParts = narrow_parts(
+    lambda columns: columns == 192
+)  # of which five stages fit then, and four beside parts of 32
 
 
 _SPLIT_K = ("split_k_semaphore", "split_k_workspace")  # which QuACK's mixin asks for

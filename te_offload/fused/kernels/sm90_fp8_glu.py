@@ -74,12 +74,12 @@ class Sm90Fp8GluKernels(Sm90Fp8Kernels):
         by_column: bool = False,
     ) -> QuantizedRows:
         """See `Fp8Kernels.quantize_dact`."""
-        x = dact_input
         inverses, scales, factors = fp8.scales_of(
-            magnitudes, offsets, scaling, weights, rounded=x.dtype, rows=x.shape[0]
+            magnitudes, offsets, scaling, weights, rounded=dact_input.dtype, rows=dact_input.shape[0]
         )
-        interleave = self._gated.interleave
-        rows, columns = self._quantizers.halves(x, offsets, scales, scaling.dtype, interleave, by_column=by_column)
+        rows, columns = self._quantizers.halves(
+            dact_input, offsets, scales, scaling.dtype, self._gated.interleave, by_column=by_column
+        )
         return QuantizedRows(rows, columns, scales, inverses, factors)
 
     def rebuild(

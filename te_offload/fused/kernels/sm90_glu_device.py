@@ -25,10 +25,9 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 from quack.epilogue.math import Pair
 from quack.epilogue.ops import Scalar, TileStore
-from quack.gemm_sm90 import GemmSm90
 
 from te_offload.fused.kernels.interface import Gate, Gated
-from te_offload.fused.kernels.sm90_device import BIAS, COLUMN, DSCALE, ROW, SCALE, linear, make_kernel
+from te_offload.fused.kernels.sm90_device import BIAS, COLUMN, DSCALE, ROW, SCALE, linear, make_kernel, narrow_parts
 from te_offload.fused.kernels.sm90_experts import GradsByTable, WeightsByTable
 from te_offload.fused.kernels.sm90_order import AheadOfAnother, BesideWorkBefore, RowsTogether
 
@@ -85,18 +84,8 @@ class PairedGrads(Paired, GradsByTable):
         return super().make_tma_epilogue_atoms_and_tensors(self.paired(d, 0), *args, **kwargs)
 
 
-class _NarrowParts:
-    """Mixin before QuACK's GEMM: the epilogue takes 16 columns at a time, not 32, in tiles of more than 128, where pairs of
-    32 would not stay in registers (160 and 192 by turns) or leave room for two stages of operands alone (192 and 256).
-    """
-
-    @staticmethod
-    def _compute_tile_shape_or_override(tile: Any, *args: Any, **kwargs: Any) -> Any:
-        rows, columns = GemmSm90._compute_tile_shape_or_override(tile, *args, **kwargs)
-        return rows, 16 if tile[1] > _WIDE else columns
-
-
-_WIDE = 128
+# Pairs of 32 columns would not stay in registers (160 and 192 by turns), or leave room for two stages alone (192 and 256).
+_NarrowParts = narrow_parts(lambda columns: columns > 128)
 Halves = tuple[Any, Any, Any, Any]
 """gate(a), its derivative, linear(b), its derivative: as in `te_offload.ops.arithmetic`, one number at a time."""
 
