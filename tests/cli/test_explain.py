@@ -48,7 +48,7 @@ def test_halves_lie_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_in_reasons_are_not_cut_in_a_narrow_table() -> None:
-    text = CliRunner().invoke(app, ["explain"], env={"COLUMNS": "90"}).output
+    text = CliRunner().invoke(app, ["explain"], env={"COLUMNS": "80"}).output
     assert "\u2026" not in text and "_MLP" in text
 
 
