@@ -77,8 +77,8 @@ def test_every_kernel_of_gated_activations_compiles_for_sm_90a(running: Running)
     assert printed.count("19 launches") == 5
     # offsets, clear, sums; fc1 with and without a bias, fc2, fc2_dgrad, fc1_dgrad, a wgrad of fc2; of fc1, beside the dgrad
     # or not, as weights are, and in float32 written and added. In fp16 all of these but the sums. With halves in blocks of
-    # 32 fc1 twice, and fc1's dgrad and wgrads for many tokens. Of the two other activations fc1 twice and fc2_dgrad.
-    assert kernels == (3 + 6 + 6) + (2 + 6 + 6) + (3 + 6) + 2 * 3
+    # 32 fc1 twice, and both dgrads and wgrads for many tokens. Of the two other activations fc1 twice and fc2_dgrad.
+    assert kernels == (3 + 6 + 6) + (2 + 6 + 6) + (4 + 6) + 2 * 3
 
 
 def test_every_fp8_kernel_compiles_for_sm_90a(running: Running) -> None:
@@ -134,6 +134,18 @@ def test_clusters_take_tiles_of_all_products_one_by_one_but_of_those_for_biases(
     # of which there are a wgrad, in three tiles of bf16, and a product for their scales
     assert sorted(re.findall("PlainGemm|WgradGemm", "".join(apart))) == 2 * ["PlainGemm"] + 4 * ["WgradGemm"], apart
     assert len(found) > 60 and len(apart) == 6
+
+
+def test_warp_groups_store_apart_in_products_by_blocks_but_for_what_reads_the_activations_input(
+    running: Running,
+) -> None:
+    """Else both store while the tensor cores rest."""
+    pytest.importorskip("triton")
+    compiled(running, "blocks")
+    found = [one for one in look_into(running["blocks"][1].rglob("*.o")) if one.tensor_core]
+    apart = {re.search(r"device(\w+?)_object", one.symbol)[1] for one in found if one.stores_apart}  # type: ignore[index]
+    names = "BlockGemm", "BlockBiasGemm", "BlockScaledBiasGemm", "PairedBlockGemm", "PairedBlockBiasGemm"
+    assert apart == {*names, "BlockWgradGemm", "AddingBlockWgradGemm"}
 
 
 def test_wgrad_that_begins_beside_a_dgrad_ends_after_it_and_the_dgrad_lets_it(running: Running) -> None:

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is not installed here")
 
 from te_offload.fused.kernels import sm90_tiles
+from tests.support.together import all_together
 
 if TYPE_CHECKING:
     from te_offload.fused.kernels.sm90_launch import Tile
@@ -157,4 +158,34 @@ def test_tiles_are_blocks_where_fp8_is_summed_in_float32(product: str, regime: s
 def test_blocks_of_long_sums_share_weights_where_experts_have_many_tokens() -> None:
     many = sm90_tiles.Regime.MANY
     assert sm90_tiles.tile_for("blocks", many, None, 4096, 14336).cluster_rows == 2
-    assert sm90_tiles.tile_for("blocks", many, None, 2048, 1408)[2:4] == (1, 1)
+    assert sm90_tiles.tile_for("blocks", many, None, 2048, 1408)[2:4] == (1, 2)
+    assert sm90_tiles.tile_for("blocks", many, None, 1408, 2048)[2:4] == (1, 1)  # 11 of them
+
+
+@pytest.mark.parametrize("product", ["blocks", "blocks wgrad", "fp8 split wgrad"])
+def test_warp_groups_store_apart_where_sums_of_float32_are_short(product: str) -> None:
+    assert sm90_tiles.tile_for(product, sm90_tiles.Regime.USUAL, 2048, 1408, 512).apart
+
+
+def test_warp_groups_store_together_what_they_load_together_and_never_apart_by_turns() -> None:
+    tiles = {
+        (product, sm90_tiles.tile_for(product, regime, rows, width, depth))
+        for product, _ in sm90_tiles._TILES
+        for regime in sm90_tiles.Regime
+        for rows in (None, 2048)
+        for width in WIDTHS[:64]
+        for depth in (1408, 14336)
+    }
+    apart = {product for product, tile in tiles if tile.apart}
+    assert apart and not any("dact" in product or "dglu" in product for product in apart)
+    assert not any(tile.apart and tile.pingpong for _, tile in tiles)
+
+
+def test_tests_that_ask_for_it_have_no_tile_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apart() -> bool:
+        return sm90_tiles.tile_for("blocks wgrad", sm90_tiles.Regime.USUAL, 2048, 1408).apart
+
+    before = apart()
+    with all_together(monkeypatch):
+        assert (before, apart()) == (True, False)
+    assert apart()

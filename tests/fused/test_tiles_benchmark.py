@@ -27,9 +27,10 @@ from te_offload.fused.kernels.sm90_launch import Tile
         ("192t/32", Tile(128, 192, 1, 1, pingpong=True, per_stage=32)),
         ("160t@2x1", Tile(128, 160, 2, 1, pingpong=True)),
         ("192t/32@1x2", Tile(128, 192, 1, 2, pingpong=True, per_stage=32)),
+        ("128a@1x2", Tile(128, 128, 1, 2, apart=True)),
     ],
 )
-def test_a_tile_is_its_columns_turns_products_a_stage_and_cluster(text: str, tile: Tile) -> None:
+def test_a_tile_is_its_columns_how_warp_groups_share_it_products_a_stage_and_cluster(text: str, tile: Tile) -> None:
     assert tiles.parse_tile(text) == tile
 
 

@@ -23,6 +23,7 @@ from tests.fused.test_fp8_pass import assert_all_fused
 from tests.gpu.test_hopper_on_gpu import errors, fp64_run, of_whole_ops
 from tests.support.captured_steps import assert_captured_steps_have_the_bits_of_eager_ones
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run, seeded
+from tests.support.together import all_together
 
 pytestmark = pytest.mark.gpu
 HIDDEN, FFN = 272, 400  # no multiples of a block
@@ -85,6 +86,30 @@ def test_numbers_and_scales_are_those_of_transformer_engine(what: str, power: bo
     assert torch.equal(found.rows.numbers.view[0], of_weight._rowwise_data)
     assert torch.equal(found.columns.numbers.view[0], of_weight._columnwise_data)
     assert torch.equal(found.rows.inverses.view[0], of_weight._rowwise_scale_inv[:, :3])
+
+
+@pytest.mark.parametrize("splits", EVERY_SPLIT.values(), ids=EVERY_SPLIT)
+@pytest.mark.parametrize("activation", ["srelu", "swiglu"])
+def test_warp_groups_that_store_apart_give_the_bits_of_those_that_store_together(
+    monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...], activation: str
+) -> None:
+    first = step(mlp(activation=activation, bias=True), splits=splits)
+    with all_together(monkeypatch):
+        assert_same_bits(first, step(mlp(activation=activation, bias=True), splits=splits))
+
+
+def test_gradients_into_main_grad_have_the_same_bits_stored_apart_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main_grads() -> dict[str, torch.Tensor]:
+        module = mlp(accumulate_into_main_grad=True)
+        for parameter in module.parameters():
+            parameter.main_grad = torch.ones(parameter.shape, device="cuda")
+        step(module)
+        assert_all_fused(module)
+        return {name: parameter.main_grad for name, parameter in module.named_parameters()}
+
+    first = main_grads()
+    with all_together(monkeypatch):
+        assert_same_bits(first, main_grads())
 
 
 @pytest.mark.parametrize("splits", EVERY_SPLIT.values(), ids=EVERY_SPLIT)

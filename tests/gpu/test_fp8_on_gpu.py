@@ -23,6 +23,7 @@ from tests.gpu.test_hopper_on_gpu import errors, fp64_run, of_whole_ops
 from tests.layouts.test_delayed_scaling import state
 from tests.support.captured_steps import assert_captured_steps_have_the_bits_of_eager_ones
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run, seeded
+from tests.support.together import all_together
 
 pytestmark = pytest.mark.gpu
 HIDDEN, FFN = 256, 384
@@ -59,6 +60,16 @@ def test_errors_against_fp64_are_no_larger_than_those_of_transformer_engine(
     monkeypatch: pytest.MonkeyPatch, recipe: str, activation: str, dtype: torch.dtype
 ) -> None:
     assert_as_near_to_fp64_as_transformer_engine(monkeypatch, recipe, activation, dtype)
+
+
+@pytest.mark.parametrize("splits", RAGGED.values(), ids=RAGGED)
+def test_warp_groups_that_store_apart_give_the_bits_of_those_that_store_together(
+    monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...]
+) -> None:
+    first = step(mlp(activation="srelu"), "current", splits=splits)
+    FP8GlobalStateManager.reset()
+    with all_together(monkeypatch):
+        assert_same_bits(first, step(mlp(activation="srelu"), "current", splits=splits))
 
 
 @EVERY

@@ -29,6 +29,7 @@ class Seen:
         waits_last: the warps that load operands wait for the kernels before this one after their last load.
         lets_next_begin: once they have waited, and before they touch memory, all warps let the next kernel begin
             (``PREEXIT``).
+        stores_apart: where results are stored, warp groups of 128 threads wait for their own only.
         counts: something is counted in the GPU's memory (``ATOMG``): the tiles that clusters have taken.
     """
 
@@ -39,6 +40,7 @@ class Seen:
     parts_wait_first: tuple[bool, ...]
     waits_last: bool
     lets_next_begin: bool
+    stores_apart: bool
     counts: bool
 
 
@@ -62,6 +64,7 @@ def _look_into(kernel: Path) -> Seen:
         _parts_that_wait_first(code),
         _waits_last(code),
         _lets_next_begin(code),
+        _stores_apart(code),
         re.search(r"\bATOMG\b", code) is not None,
     )
 
@@ -99,6 +102,11 @@ def _waits_last(code: str) -> bool:
     _, loads, *_ = (*_parts(code), "")
     last = max((found.end() for found in re.finditer(r"\bUTMALDG\b", loads)), default=len(loads))
     return "ACQBULK" in loads[last:] and "ACQBULK" not in loads[:last]
+
+
+def _stores_apart(code: str) -> bool:
+    after_products = re.split(r"\b[HQ]GMMA\b", code)[-1]
+    return set(re.findall(r"\bBAR\.SYNC\S* .*, (0x\w+)", after_products)) == {"0x80"}
 
 
 def _lets_next_begin(code: str) -> bool:

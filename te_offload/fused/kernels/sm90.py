@@ -267,6 +267,7 @@ class Sm90Kernels:
                     pingpong=tile.pingpong,
                     ordered=ordered,
                     pairs=pairs,
+                    apart=tile.apart,
                 )
             clusters = get_max_active_clusters(cluster[0] * cluster[1])
             found = self._functions[key] = function, make_scheduler_args(clusters, SWIZZLE, None)

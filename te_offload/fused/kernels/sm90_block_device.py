@@ -21,7 +21,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from quack.compile_utils import make_fake_tensor
-from quack.epilogue.ops import EpiOp
+from quack.epilogue.ops import EpiOp, EpiSmemBytes
+from quack.gemm_base import NamedBarrierGemm
 from quack.tile_scheduler import WorkTileInfo
 
 from te_offload.fused.kernels.sm90_device import (
@@ -39,11 +40,10 @@ from te_offload.fused.kernels.sm90_device import (
 from te_offload.fused.kernels.sm90_experts import ByExpert, GradsByTable, WeightsByTable
 from te_offload.fused.kernels.sm90_fp8_device import PaddedColumns
 from te_offload.fused.kernels.sm90_order import RowsTogether
-from te_offload.fused.kernels.sm90_sums import SplitSums
+from te_offload.fused.kernels.sm90_sums import SplitSums, of_two
 
 BLOCK = 128
 SCALE_TABLE = "scale_table"
-_WARP = 32
 
 
 class _Noted:
@@ -120,6 +120,29 @@ class _Argument(EpiOp):  # type: ignore[misc]
         return {self.name: getattr(args, self.name)}
 
 
+class _Columns(_Argument):
+    """Scales of a tile's columns, which threads find in shared memory: of each of four lanes 32, which are padded so that
+    all banks are used, of two tiles of K, of two turns and two warp groups.
+    """
+
+    _LAYOUT = (32, 4, 2, 2, 2), (1, 36, 144, 288, 576)
+    _SIZE = 1152
+
+    def smem_bytes(self, arg_tensor: Any, cta_tile_shape_mnk: Any, epi_tile: Any, warp_shape_mnk: Any = None) -> Any:
+        """QuACK's."""
+        return EpiSmemBytes(unstaged=4 * self._SIZE)
+
+    def smem_struct_field(self, gemm: Any, params: Any) -> Any:
+        """QuACK's."""
+        return f"s_{self.name}", cute.struct.Align[cute.struct.MemRange[Float32, self._SIZE], 16]
+
+    def get_smem_tensor(self, gemm: Any, params: Any, storage_epi: Any) -> Any:
+        """QuACK's."""
+        return getattr(storage_epi, f"s_{self.name}").get_tensor(
+            cute.make_layout(self._LAYOUT[0], stride=self._LAYOUT[1])
+        )
+
+
 class _Scaled(SplitSums):
     """What is added is scaled."""
 
@@ -159,9 +182,9 @@ class _Scaled(SplitSums):
         """
         by_row, by_column = factors
         for m in cutlass.range_constexpr(cute.size(acc.shape, mode=[1])):
-            for r in cutlass.range_constexpr(2):
-                for n in cutlass.range_constexpr(cute.size(acc.shape, mode=[2])):
-                    for j in cutlass.range_constexpr(cute.size(acc.shape[0][2])):
+            for n in cutlass.range_constexpr(cute.size(acc.shape, mode=[2])):
+                for j in cutlass.range_constexpr(cute.size(acc.shape[0][2])):
+                    for r in cutlass.range_constexpr(2):
                         for i in cutlass.range_constexpr(2):
                             at = ((i, r, j), m, n)
                             if const_expr(by_column is None):
@@ -176,7 +199,7 @@ class RowScales(_Scaled, WeightsByTable):
     _beside = (*_Scaled._beside, SCALE_TABLE)
 
     def count(self, acc: Any) -> Any:
-        """Scales of a thread for a tile of K: its rows', and the weight's."""
+        """Those of a thread's rows, and the weight's."""
         assert self.cta_tile_shape_mnk[1:] == (BLOCK, BLOCK) and not self.pingpong, "a tile is a block"
         return 2 * cute.size(acc.shape, mode=[1]) + 1
 
@@ -192,87 +215,118 @@ class RowScales(_Scaled, WeightsByTable):
         for m in cutlass.range_constexpr(count):
             for r in cutlass.range_constexpr(2):
                 rows[r, m] = cutlass.min(begin + coords[(0, r, 0), m, 0][0], last)
-        return rows, scale_table[tile[3]]
+        return rows, self.weights(scale_table[tile[3]])
 
     @cute.jit
-    def load(self, found, acc, places, k_tile):
-        """Begin to load those of a tile of K."""
-        rows, weight = places
-        a_scales, b_scales, _, _ = self._noted.operand.more
-        count = const_expr(cute.size(acc.shape, mode=[1]))
-        for m in cutlass.range_constexpr(count):
-            for r in cutlass.range_constexpr(2):
-                found[2 * m + r] = a_scales[k_tile, rows[r, m]]
-        found[2 * count] = b_scales[weight, self._noted.tile[1], k_tile]
+    def weights(self, weight):
+        """Where the scales of the tile's columns begin."""
+        return (self._noted.operand.more[1][weight, self._noted.tile[1], None].iterator,)
 
     @cute.jit
-    def factors(self, acc, now):
-        """Of each row: both inverse scales."""
+    def load(self, found, acc, places, k_tile, last):
+        """See `SplitSums`."""
+        rows, weights = places
+        a_scales = self._noted.operand.more[0]
+        own = cutlass.min(k_tile + cute.arch.lane_idx() % 2, last)
         count = const_expr(cute.size(acc.shape, mode=[1]))
-        found = cute.make_rmem_tensor((2, count), Float32)
+        first = own * Int32(a_scales.stride[0])
         for m in cutlass.range_constexpr(count):
             for r in cutlass.range_constexpr(2):
-                found[r, m] = now[2 * m + r] * now[2 * count]
-        return found, None
+                found[2 * m + r] = (a_scales.iterator + (first + rows[r, m])).load()
+        for i in cutlass.range_constexpr(len(weights)):
+            found[2 * count + i] = (weights[i] + own).load()
+
+    @cute.jit
+    def prepare(self, acc, found):
+        """Of both tiles of K and each row: both inverse scales."""
+        count = const_expr(2 * cute.size(acc.shape, mode=[1]))
+        both = [cute.make_rmem_tensor((2, count // 2), Float32) for _ in range(2)]
+        for i in cutlass.range_constexpr(count):
+            product = found[i] * found[count]
+            for one in cutlass.range_constexpr(2):
+                both[one][i] = of_two(product, one)
+        return both
+
+    def factors(self, acc: Any, prepared: Any, one: int, turn: Any) -> Any:
+        """Of one tile of K."""
+        return prepared[one], None
 
 
 class BothScales(_Scaled, GradsByTable):
-    """A's are by row, B's by column. A warp's lanes load a column each and ask each other for theirs."""
+    """A's are by row, B's by column: a warp group's threads load a column each, and find all of theirs in shared memory."""
 
     def count(self, acc: Any) -> Any:
-        """Scales of a thread for a tile of K: its rows', and a share of the columns'."""
-        assert self.cta_tile_shape_mnk[2] == BLOCK and not self.pingpong, "K of a tile is a block's"
-        assert self.cta_tile_shape_mnk[1] % _WARP == 0, "a warp's lanes share the columns"
-        return 2 * cute.size(acc.shape, mode=[1]) + self.cta_tile_shape_mnk[1] // _WARP
+        """Those of a thread's rows, and of both tiles of K a column's."""
+        assert self.cta_tile_shape_mnk[1:] == (BLOCK, BLOCK) and not self.pingpong, "a column a thread"
+        return 2 * cute.size(acc.shape, mode=[1]) + 2
+
+    def epi_get_smem_tensors(self, params: Any, storage: Any) -> Any:
+        """QuACK's."""
+        found = super().epi_get_smem_tensors(params, storage)  # type: ignore[misc]
+        self._columns = found["b_scales"]
+        return found
 
     @cute.jit
     def places(self, acc, coords):
-        """Of each row of the fragment and of the lane's columns, within the result, and of the first block."""
+        """Of each row of the fragment and of the thread's column, within the result, and of the first block."""
         tile = self._noted.tile
         a_scales, b_scales, starts = self._noted.operand.more
         row, column = tile[0] * self.cta_tile_shape_mnk[0], tile[1] * self.cta_tile_shape_mnk[1]
         last_row, last_column = a_scales.shape[1] - 1, b_scales.shape[1] - 1
-        count, shares = const_expr(cute.size(acc.shape, mode=[1])), const_expr(self.cta_tile_shape_mnk[1] // _WARP)
+        count = const_expr(cute.size(acc.shape, mode=[1]))
         rows = cute.make_rmem_tensor((2, count), Int32)
-        columns = cute.make_rmem_tensor((shares,), Int32)
         for m in cutlass.range_constexpr(count):
             for r in cutlass.range_constexpr(2):
                 rows[r, m] = cutlass.min(row + coords[(0, r, 0), m, 0][0], last_row)
-        for share in cutlass.range_constexpr(shares):
-            columns[share] = cutlass.min(column + _WARP * share + cute.arch.lane_idx(), last_column)
-        return rows, columns, starts[tile[3]] // BLOCK
+        thread, _, _ = cute.arch.thread_idx()
+        return rows, cutlass.min(column + thread % BLOCK, last_column), starts[tile[3]] // BLOCK
 
     @cute.jit
-    def load(self, found, acc, places, k_tile):
-        """Begin to load those of a tile of K."""
+    def load(self, found, acc, places, k_tile, last):
+        """See `SplitSums`."""
         a_scales, b_scales, _ = self._noted.operand.more
-        rows, columns, first = places
-        block = cutlass.min(first + k_tile, a_scales.shape[0] - 1)  # an expert without tokens has none
-        count, shares = const_expr(cute.size(acc.shape, mode=[1])), const_expr(self.cta_tile_shape_mnk[1] // _WARP)
-        for m in cutlass.range_constexpr(count):
-            for r in cutlass.range_constexpr(2):
-                found[2 * m + r] = a_scales[block, rows[r, m]]
-        for share in cutlass.range_constexpr(shares):
-            found[2 * count + share] = b_scales[block, columns[share]]
+        rows, column, first = places
+        end = a_scales.shape[0] - 1  # an expert without tokens has no block
+        count = const_expr(2 * cute.size(acc.shape, mode=[1]))
+        own = cutlass.min(first + cutlass.min(k_tile + cute.arch.lane_idx() % 2, last), end)
+        own = own * Int32(a_scales.stride[0])
+        for i in cutlass.range_constexpr(count):
+            found[i] = (a_scales.iterator + (own + rows[i])).load()
+        for one in cutlass.range_constexpr(2):
+            block = cutlass.min(first + cutlass.min(k_tile + one, last), end)
+            found[count + one] = (b_scales.iterator + (block * Int32(b_scales.stride[0]) + column)).load()
 
     @cute.jit
-    def factors(self, acc, now):
-        """Of each row, and of each column, from the lane that has it."""
-        count, parts = const_expr(cute.size(acc.shape, mode=[1])), const_expr(cute.size(acc.shape, mode=[2]))
-        groups = const_expr(cute.size(acc.shape[0][2]))
-        by_row = cute.make_rmem_tensor((2, count), Float32)
-        by_column = cute.make_rmem_tensor((2, groups, parts), Float32)
-        pair = 2 * (cute.arch.lane_idx() % 4)  # a thread has two neighbours of each group of 8 columns
-        for m in cutlass.range_constexpr(count):
-            for r in cutlass.range_constexpr(2):
-                by_row[r, m] = now[2 * m + r]
-        for n in cutlass.range_constexpr(parts):
-            for j in cutlass.range_constexpr(groups):
-                for i in cutlass.range_constexpr(2):
-                    column = const_expr(8 * (n * groups + j))
-                    share = now[2 * count + column // _WARP]
-                    by_column[i, j, n] = cute.arch.shuffle_sync(share, column % _WARP + pair + i)
-        return by_row, by_column
+    def prepare(self, acc, found):
+        """Of both tiles of K each row's, and the column's."""
+        count = const_expr(2 * cute.size(acc.shape, mode=[1]))
+        both = [cute.make_rmem_tensor((2, count // 2), Float32) for _ in range(2)]
+        columns = cute.make_rmem_tensor((2,), Float32)
+        for one in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(count):
+                both[one][i] = of_two(found[i], one)
+            columns[one] = found[count + one]
+        return both, columns
+
+    @cute.jit
+    def publish(self, prepared, turn):
+        """The column's, where each of four lanes has its columns beside each other: two of every eight."""
+        thread, _, _ = cute.arch.thread_idx()
+        column = thread % BLOCK
+        place = column // 8 * 2 + column % 2
+        for one in cutlass.range_constexpr(2):
+            self._columns[place, column % 8 // 2, one, turn, thread // BLOCK] = prepared[1][one]
+        cute.arch.barrier(barrier_id=int(NamedBarrierGemm.EpiWG0) + thread // BLOCK, number_of_threads=BLOCK)
+
+    @cute.jit
+    def factors(self, acc, prepared, one, turn):
+        """Of each row, and of each column."""
+        thread, _, _ = cute.arch.thread_idx()
+        own = self._columns[None, thread % 4, one, turn, thread // BLOCK]
+        groups, parts = const_expr(cute.size(acc.shape[0][2])), const_expr(cute.size(acc.shape, mode=[2]))
+        found = cute.make_rmem_tensor((2, groups, parts), Float32)
+        cute.autovec_copy(own, cute.make_tensor(found.iterator, own.layout))
+        return prepared[0][one], found
 
 
 def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
@@ -287,7 +341,7 @@ BY_ROW = (
     _STARTS,
     _Argument(SCALE_TABLE, Int32, 1),
 )
-WGRAD_ARGUMENTS = _Argument("a_scales", Float32, 2), _Argument("b_scales", Float32, 2), _STARTS
+WGRAD_ARGUMENTS = _Argument("a_scales", Float32, 2), _Columns("b_scales", Float32, 2), _STARTS
 
 
 def _make(name: str, *args: Any, **kwargs: Any) -> None:

@@ -24,6 +24,7 @@ from te_offload.fused.kernels.sm90_block_device import BY_ROW, RowScales
 from te_offload.fused.kernels.sm90_device import BIAS, COLUMN, DSCALE, ROW, SCALE, linear, make_kernel
 from te_offload.fused.kernels.sm90_glu_device import KINDS, Halves, Paired
 from te_offload.fused.kernels.sm90_order import RowsTogether
+from te_offload.fused.kernels.sm90_sums import of_two
 
 HALF_TILE = 64
 """Columns of each half in a tile of FC1's, of which a half is a multiple where it is one block of columns."""
@@ -37,37 +38,36 @@ class PairedRowScales(Paired, RowScales):
         return super().make_tma_load_atoms_and_tensors(a, self.paired(b, 0), *args, **kwargs)
 
     def count(self, acc: Any) -> Any:
-        """Scales of a thread for a tile of K: its rows', and those of the weight's two halves."""
+        """Those of a thread's rows, and of the weight's two halves."""
         return super().count(acc) + 1
 
     @cute.jit
-    def load(self, found, acc, places, k_tile):
-        """Begin to load those of a tile of K."""
-        rows, weight = places
-        a_scales, b_scales, _, _ = self._noted.operand.more
-        count = const_expr(cute.size(acc.shape, mode=[1]))
-        for m in cutlass.range_constexpr(count):
-            for r in cutlass.range_constexpr(2):
-                found[2 * m + r] = a_scales[k_tile, rows[r, m]]
-        tile = self._noted.tile[1]
+    def weights(self, weight):
+        """Where the scales of both halves of the tile's columns begin."""
+        b_scales, tile = self._noted.operand.more[1], self._noted.tile[1]
         first = tile if const_expr(self.te_offload_interleave) else tile // 2
         second = tile if const_expr(self.te_offload_interleave) else (tile + b_scales.shape[1]) // 2
-        found[2 * count] = b_scales[weight, first, k_tile]
-        found[2 * count + 1] = b_scales[weight, second, k_tile]
+        return b_scales[weight, first, None].iterator, b_scales[weight, second, None].iterator
 
     @cute.jit
-    def factors(self, acc, now):
+    def prepare(self, acc, found):
+        """Of both tiles of K: each row's, and those of the first and second columns of pairs."""
+        count = const_expr(2 * cute.size(acc.shape, mode=[1]))
+        both = [cute.make_rmem_tensor((2, count // 2), Float32) for _ in range(2)]
+        halves = [cute.make_rmem_tensor((2,), Float32) for _ in range(2)]
+        for one in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(count):
+                both[one][i] = of_two(found[i], one)
+            for i in cutlass.range_constexpr(2):
+                halves[one][i] = of_two(found[count + i], one)
+        return both, halves
+
+    @cute.jit
+    def factors(self, acc, prepared, one, turn):
         """Of each row, and of the first and second columns of pairs."""
-        count, parts = const_expr(cute.size(acc.shape, mode=[1])), const_expr(cute.size(acc.shape, mode=[2]))
-        groups = const_expr(cute.size(acc.shape[0][2]))
-        by_row = cute.make_rmem_tensor((2, count), Float32)
-        halves = cute.make_rmem_tensor((2,), Float32)
-        for m in cutlass.range_constexpr(count):
-            for r in cutlass.range_constexpr(2):
-                by_row[r, m] = now[2 * m + r]
-        for i in cutlass.range_constexpr(2):
-            halves[i] = now[2 * count + i]
-        return by_row, cute.make_tensor(halves.iterator, cute.make_layout((2, groups, parts), stride=(1, 0, 0)))
+        groups, parts = const_expr(cute.size(acc.shape[0][2])), const_expr(cute.size(acc.shape, mode=[2]))
+        layout = cute.make_layout((2, groups, parts), stride=(1, 0, 0))
+        return prepared[0][one], cute.make_tensor(prepared[1][one].iterator, layout)
 
 
 def _dact(halves: Callable[..., Halves]) -> Callable[..., dict[str, Any]]:

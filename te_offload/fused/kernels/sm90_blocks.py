@@ -166,7 +166,9 @@ class Sm90BlockKernels(Sm90Kernels):
         parts = act_input.new_empty(act_input.shape[0], -(-columns // BLOCK), dtype=torch.float32)
         values, (kernel, ways) = {"scale": router, "dscale": parts, **self._numbers()}, self._dact_way()
         count = self._backward_count(offsets)
-        self._multiply(kernel, dy, weights.columns, dact_input, act_input, values, offsets, count, **ways)
+        self._multiply(
+            kernel, dy, weights.columns, dact_input, act_input, values, offsets, count, "blocks dact", **ways
+        )
         return dact_input, *self._sums(parts, offsets, count)
 
     def wgrad_blocks(
@@ -197,11 +199,12 @@ class Sm90BlockKernels(Sm90Kernels):
         values: dict[str, Any],
         offsets: torch.Tensor,
         count: TileCount | None,
+        product: str = "blocks",
         **ways: Any,
     ) -> None:
         numbers, inverses = weights.numbers, weights.inverses
         values = values | {"a_scales": x.scales, "b_scales": inverses.view, "starts": offsets}
         values |= {TABLE: numbers.table, sm90_block_device.SCALE_TABLE: inverses.table}
         rows = x.numbers.view(_E4M3).view(x.shape)
-        tile = self._tile("blocks", rows, numbers, out)
+        tile = self._tile(product, rows, numbers, out)
         self._launch(kernel, tile, rows, numbers.view.view(_E4M3), out, c, values, offsets, count, **ways)

@@ -30,6 +30,7 @@ from te_offload.fused.kernels import (
     block_glu_device,
     fp8_glu_device,
     rows_device,
+    sm90_apart,
     sm90_block_device,
     sm90_block_glu_device,
     sm90_device,
@@ -48,7 +49,7 @@ CAPABILITY = (9, 0)
 @functools.cache
 def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
-    gemms = sm90_experts, sm90_order, sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
+    gemms = sm90_apart, sm90_experts, sm90_order, sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
     gated = sm90_glu_device, sm90_fp8_glu_device, sm90_block_glu_device
     quantizers = block_device, block_glu_device, fp8_glu_device
     modules = *gemms, *gated, *quantizers, rows_device, sys.modules[__name__]
@@ -66,6 +67,7 @@ def compiled_wgrad(
     pingpong: bool,
     ordered: bool,
     pairs: int | None = None,
+    apart: bool = False,
 ) -> Any:
     """The wgrad kernel ``name`` of `sm90_device`, or of `sm90_fp8_device` or `sm90_block_device` for operands of 8 bits, or
     of `sm90_glu_device` with ``pairs``, its ``te_offload_interleave``.
@@ -81,7 +83,7 @@ def compiled_wgrad(
     """
     a, b = [torch2cute_dtype_map[dtype] for dtype in dtypes]
     out = torch2cute_dtype_map[out_dtype]
-    return _compile_expert_wgrad(name, a, b, out, tile, cluster, pingpong, ordered, pairs, source_key())
+    return _compile_expert_wgrad(name, a, b, out, tile, cluster, pingpong, ordered, pairs, apart, source_key())
 
 
 @jit_cache  # type: ignore[untyped-decorator]
@@ -95,6 +97,7 @@ def _compile_expert_wgrad(
     pingpong: bool,
     ordered: bool,
     pairs: int | None,
+    apart: bool,
     _source: str,
 ) -> Any:
     is_fp8 = a_dtype.width == 8
@@ -103,8 +106,8 @@ def _compile_expert_wgrad(
     module: Any = sm90_block_device if by_block else sm90_fp8_device if is_fp8 else dense
     kernel = getattr(module, name)
 
-    def in_pairs(gemm: Any) -> None:
-        gemm.te_offload_interleave = pairs
+    def prepare(gemm: Any) -> None:
+        gemm.te_offload_interleave, gemm.te_offload_apart = pairs, apart
 
     majors = ("k", "k") if is_fp8 else ("m", "n")
     a, b, d, c, _, columns, k, _ = make_fake_gemm_tensors(
@@ -132,7 +135,7 @@ def _compile_expert_wgrad(
         kernel.EpilogueArguments(**values),
         make_fake_scheduler_args(ordered, ordered, cute.sym_int()),
         make_fake_varlen_args(False, True, False, k),
-        post_init=None if pairs is None else in_pairs,
+        post_init=prepare,
     )
 
 

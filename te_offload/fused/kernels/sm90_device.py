@@ -16,11 +16,19 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32
 from quack.cute_dsl_utils import mlir_namedtuple
-from quack.epilogue.ops import ColVecLoad, ColVecReduce, EpiOp, Scalar, TileStore
+from quack.epilogue.ops import ColVecReduce, EpiOp, Scalar, TileStore
 from quack.epilogue.visit import _EpiModMixinBase
 from quack.gemm_sm90 import GemmSm90
 
-from te_offload.fused.kernels.sm90_experts import TABLE, ExpertRow, GradsByTable, TableArgument, WeightsByTable
+from te_offload.fused.kernels.sm90_apart import GroupsApart
+from te_offload.fused.kernels.sm90_experts import (
+    TABLE,
+    Column,
+    ExpertRow,
+    GradsByTable,
+    TableArgument,
+    WeightsByTable,
+)
 from te_offload.fused.kernels.sm90_order import AfterWorkBefore, AheadOfAnother, BesideWorkBefore, RowsTogether
 
 _OPTIONAL_TENSOR = cute.Tensor | None
@@ -77,7 +85,7 @@ def make_kernel(
     arguments.add_to_output = adds  # type: ignore[attr-defined]
     return type(
         name,
-        (*mixins, by_table, begins, _EpiModMixinBase, GemmSm90),
+        (*mixins, by_table, GroupsApart, begins, _EpiModMixinBase, GemmSm90),
         {
             "__module__": module,
             "__qualname__": name,
@@ -127,7 +135,7 @@ def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) 
 _EXP2_OF_MINUS_TWO = -2.0 * math.log2(math.e)
 _FC2_INPUT = TileStore("fc2_input")
 # What epilogues load and add up, and kinds of operands.
-SCALE, BIAS = ColVecLoad("scale"), ExpertRow("bias")
+SCALE, BIAS = Column("scale"), ExpertRow("bias")
 COLUMN, ROW = ("scale", "col"), ("bias", "row")
 CLAMP = Scalar("clamp"), Scalar("inverse")
 NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")

@@ -17,7 +17,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from quack.compile_utils import make_fake_tensor
-from quack.epilogue.ops import EpiOp, RowVecLoad
+from quack.epilogue.ops import ColVecLoad, EpiOp, RowVecLoad
+
+from te_offload.fused.kernels.sm90_apart import OwnCopy
 
 TABLE = "table"
 
@@ -84,13 +86,17 @@ class TableArgument(EpiOp):  # type: ignore[misc]
         return {self.name: getattr(args, self.name)}
 
 
-class ExpertRow(RowVecLoad):  # type: ignore[misc]
+class ExpertRow(OwnCopy, RowVecLoad):  # type: ignore[misc]
     """A row of (N, columns) an expert; QuACK's own takes N for the J of the weights."""
 
     def host_fake_arg(self, key: Any, fctx: Any) -> Any:
         """QuACK's."""
         dtype, _ = key
         return make_fake_tensor(dtype, (cute.sym_int(), fctx.n), leading_dim=1, divisibility=4)
+
+
+class Column(OwnCopy, ColVecLoad):  # type: ignore[misc]
+    """A number a row of the result."""
 
 
 class _TableFound:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from cutlass import BFloat16, Float16, Float32
-from quack.epilogue.ops import ColVecLoad, ColVecReduce, Scalar, TileStore
+from quack.epilogue.ops import ColVecReduce, Scalar, TileStore
 
 from te_offload.fused.kernels.sm90_device import make_kernel, squared_relu
-from te_offload.fused.kernels.sm90_experts import ExpertRow, GradsByTable
+from te_offload.fused.kernels.sm90_experts import Column, ExpertRow, GradsByTable
 from te_offload.fused.kernels.sm90_order import RowsTogether
 from te_offload.fused.kernels.sm90_sums import SplitSums
 
@@ -76,8 +76,8 @@ def _dact(acc: Any, c: Any, factor: Any, scale: Any, clamp: Any = None, inverse:
     return {"D": dact_input, "dscale": (square, grad), "magnitude": dact_input}
 
 
-FACTOR, SCALE, BIAS = ColVecLoad("factor"), ColVecLoad("scale"), ExpertRow("bias")
-_FP8_SCALE, _FC2_INPUT = ColVecLoad("fp8_scale"), TileStore("fc2_input")
+FACTOR, SCALE, BIAS = Column("factor"), Column("scale"), ExpertRow("bias")
+_FP8_SCALE, _FC2_INPUT = Column("fp8_scale"), TileStore("fc2_input")
 _CLAMP = Scalar("clamp"), Scalar("inverse")
 _NUMBERS = ("clamp", "scalar"), ("inverse", "scalar")
 MAGNITUDE, DSCALE = ColVecReduce("magnitude", combine="max_abs"), ColVecReduce("dscale", scaled=True)

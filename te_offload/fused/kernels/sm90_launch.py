@@ -22,7 +22,7 @@ SWIZZLE = 8  # tiles side by side that are computed one after the other, for the
 
 class Tile(NamedTuple):
     """How a GEMM is cut: rows and columns of a tile, tiles of a cluster each way, whether two warp groups take turns, and
-    how many products of each sum a stage of operands holds (``None``: QuACK's 128 bytes).
+    how many products of each sum a stage of operands holds (``None``: QuACK's 128 bytes); apart: see `sm90_apart`.
     """
 
     rows: int
@@ -31,6 +31,7 @@ class Tile(NamedTuple):
     cluster_columns: int = 1
     pingpong: bool = False
     per_stage: int | None = None
+    apart: bool = False
 
     def parts(self, columns: int) -> int:
         """Tiles side by side that cover so many columns."""
@@ -87,6 +88,8 @@ class Launches:
             attributes: dict[str, Any] = {"te_offload_source": sm90_compile.source_key()}
             if pairs is not None:
                 attributes["te_offload_interleave"] = pairs
+            if tile.apart:
+                attributes["te_offload_apart"] = True
             if packed:
                 attributes["implicit_dtype"] = torch2cute_dtype_map[d.dtype]
             with said_if_slow(f"{COMPILING}: {kernel.__name__}"):

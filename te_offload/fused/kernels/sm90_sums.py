@@ -20,30 +20,47 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+
+def of_two(value: Any, one: int) -> Any:
+    """Of two neighbours among a warp's lanes: the value that the first or the second one has."""
+    return cute.arch.shuffle_sync(value, one, mask_and_clamp=_TWO_LANES)
+
+
+_TWO_LANES = (32 - 2) << 8 | 31
 _REGISTERS = 64  # of a sum: three sets of so many fit into a thread's
 
 
 class SplitSums:
-    """Mixin before QuACK's GEMM. Subclasses may scale what is added: the scales of a tile of K are loaded while the one
-    before it is worked on, since a load takes longer than the tensor cores take for a tile.
+    """Mixin before QuACK's GEMM. Subclasses may scale what is added: the scales of two tiles of K are loaded while those
+    before them are worked on, since a load takes longer than the tensor cores take for a tile. Of two neighbours among a
+    warp's lanes, which have the same rows, each loads what belongs to one of the two tiles; they ask each other.
     """
 
     cta_tile_shape_mnk: Any
     pingpong: bool
+    begin_turn: Any
+    end_turn: Any
 
     def count(self, acc: Any) -> int:
-        """Scales of a thread for a tile of K."""
+        """Scales that a thread loads for two tiles of K."""
         return 0
 
     def places(self, acc: Any, coords: Any) -> Any:
         """What `load` needs, of a tile of the result. ``coords``: of the fragment within it."""
         return None
 
-    def load(self, found: Any, acc: Any, places: Any, k_tile: Any) -> None:
-        """Begin to load the scales of a tile of K."""
+    def load(self, found: Any, acc: Any, places: Any, k_tile: Any, last: Any) -> None:
+        """Begin to load the scales of a tile of K and of the next one, neither of them after the last one."""
 
-    def factors(self, acc: Any, now: Any) -> Any:
-        """Of the scales that were loaded, for `add`."""
+    def prepare(self, acc: Any, found: Any) -> Any:
+        """What `publish` and `factors` take, of scales that were loaded, before the tensor cores begin."""
+        return None
+
+    def publish(self, prepared: Any, turn: Any) -> None:
+        """Scales that threads share, while the tensor cores are busy. ``turn``: 0 and 1 by turns."""
+
+    def factors(self, acc: Any, prepared: Any, one: int, turn: Any) -> Any:
+        """Of one of the two tiles of K, for `add`."""
         return None
 
     @cute.jit
@@ -69,40 +86,46 @@ class SplitSums:
         places = self.places(acc, coords)
         last = cutlass.max(k_tile_cnt - 1, 0)
         ahead = cute.make_rmem_tensor((max(self.count(acc), 1),), Float32)
-        now = cute.make_rmem_tensor((max(self.count(acc), 1),), Float32)
-        self.load(ahead, acc, places, Int32(0))
+        self.load(ahead, acc, places, Int32(0), last)
         ab_release_state = ab_read_state.clone()
         acc_slow.fill(0.0)
         pairs = const_expr(cute.size(acc.shape) <= _REGISTERS)
         alone = k_tile_cnt % 2 if const_expr(pairs) else k_tile_cnt
         for k_tile in cutlass.range(0, alone, unroll=1):
+            prepared = self.prepare(acc, ahead)
+            self.load(ahead, acc, places, k_tile + 1, last)
             ab_pipeline.consumer_wait(ab_read_state)
+            self.begin_turn(warp_group_idx)
             mma_fn(A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=True)
             ab_read_state.advance()
-            now.store(ahead.load())  # after the tensor cores have begun: it waits for a load
-            self.load(ahead, acc, places, cutlass.min(k_tile + 1, last))
-            factors = self.factors(acc, now)
+            self.publish(prepared, k_tile % 2)
             warpgroup.wait_group(0)
+            self.end_turn(warp_group_idx)
             ab_pipeline.consumer_release(ab_release_state)
             ab_release_state.advance()
-            self.add(acc, acc_slow, factors)
+            self.add(acc, acc_slow, self.factors(acc, prepared, 0, k_tile % 2))
         if const_expr(pairs):
             other = cute.make_rmem_tensor(acc.shape, Float32)
             sums = [acc, other]
             products = [mma_fn, partial(mma_fn.func, mma_fn.args[0], other, *mma_fn.args[2:])]
             for k_tile in cutlass.range(alone, k_tile_cnt, 2, unroll=1):
+                turn = (k_tile + 1) // 2 % 2
+                prepared = self.prepare(acc, ahead)
+                self.load(ahead, acc, places, k_tile + 2, last)
                 for one in cutlass.range_constexpr(2):
                     ab_pipeline.consumer_wait(ab_read_state)
+                    if const_expr(one == 0):
+                        self.begin_turn(warp_group_idx)
                     products[one](A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=True)
                     ab_read_state.advance()
+                self.publish(prepared, turn)
                 for one in cutlass.range_constexpr(2):
-                    now.store(ahead.load())
-                    self.load(ahead, acc, places, cutlass.min(k_tile + one + 1, last))
-                    factors = self.factors(acc, now)
                     warpgroup.wait_group(1 - one)
                     ab_pipeline.consumer_release(ab_release_state)
                     ab_release_state.advance()
-                    self.add(sums[one], acc_slow, factors)
+                    self.add(sums[one], acc_slow, self.factors(acc, prepared, one, turn))
+                    if const_expr(one == 0):
+                        self.end_turn(warp_group_idx)
         if const_expr(self.pingpong):
             self.pingpong_barrier_arrive(1 - warp_group_idx, stage="mma")  # the other warp group may begin
         acc.store(acc_slow.load())

@@ -48,6 +48,8 @@ _MANY_DEEP: Tiles = (
 # Columns of a tile of FC1's with a gated activation hold whole blocks of 32 columns of each half.
 # In FP8 with sums in float32 a tile is a block of 128 x 128.
 _SINGLE_BLOCK: Tiles = ((Tile(128, 128, 1, 1), 1.0),)
+_SINGLE_APART: Tiles = ((Tile(128, 128, 1, 1, apart=True), 1.0),)
+_BLOCKS_APART: Tiles = (*_SINGLE_APART, (Tile(128, 128, 1, 2, apart=True), 0.96))
 _BLOCKS_ABOVE: Tiles = ((Tile(128, 128), 1.0),)
 _BLOCKS_BESIDE: Tiles = ((Tile(128, 128, 1, 2), 1.0),)
 _SPLIT_MANY: Tiles = ((Tile(128, 128, 1, 2), 0.98), (Tile(128, 128), 1.0))
@@ -109,6 +111,8 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
         (_WGRAD_BESIDE, 1.02),
     ),
     ("wgrad", Regime.MANY): ((_WGRAD_ABOVE, 1.0), (_WGRAD_BESIDE, 1.03), (_WGRAD, 1.25)),
+    ("glu", Regime.MANY): ((Tile(128, 192, 1, 2, pingpong=True), 1.0), (Tile(128, 192, 1, 1, pingpong=True), 1.1)),
+    ("dglu", Regime.MANY): ((Tile(128, 128, pingpong=True), 1.0), (Tile(128, 128, 1, 1, pingpong=True), 1.2)),
     ("glu", Regime.USUAL): ((Tile(128, 192, 1, 1, pingpong=True), 1.0), (Tile(128, 128, 1, 1, pingpong=True), 1.1)),
     ("dglu", Regime.USUAL): ((Tile(128, 128, 1, 1, pingpong=True), 1.0),),
     ("fp8 fast", Regime.USUAL): (
@@ -137,12 +141,15 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ("fp8 split dact", Regime.MANY): _BLOCKS_ABOVE,
     ("fp8 split wgrad", Regime.FEW): _BLOCKS_BESIDE,
     ("fp8 split wgrad", Regime.SOME): _BLOCKS_BESIDE,
-    ("fp8 split wgrad", Regime.USUAL): _SINGLE_BLOCK,
+    ("fp8 split wgrad", Regime.USUAL): _SINGLE_APART,
     ("fp8 split wgrad", Regime.MANY): _BLOCKS_BESIDE,
-    ("blocks", Regime.USUAL): _SINGLE_BLOCK,
+    ("blocks", Regime.USUAL): _BLOCKS_APART,
     ("blocks deep", Regime.USUAL): _SINGLE_BLOCK,
     ("blocks deep", Regime.MANY): _BLOCKS_ABOVE,
-    ("blocks wgrad", Regime.USUAL): _SINGLE_BLOCK,
+    ("blocks dact", Regime.USUAL): _SINGLE_BLOCK,
+    ("blocks dact deep", Regime.USUAL): _SINGLE_BLOCK,
+    ("blocks dact deep", Regime.MANY): _BLOCKS_ABOVE,
+    ("blocks wgrad", Regime.USUAL): _SINGLE_APART,
     ("blocks wgrad", Regime.MANY): _BLOCKS_BESIDE,
 }
 
@@ -156,7 +163,7 @@ def tile_for(product: str, regime: Regime, rows: int | None, columns: int, depth
             ``"dgrad"``: FC1's; ``"wgrad"``. ``"glu"`` and ``"dglu"``: for ``"fc1"`` and ``"dact"`` with a gated
             activation. In FP8 with sums in the tensor cores ``"fp8 fast"``: FC1, FC2 and FC1's dgrad,
             ``"fp8 fast dact"`` and ``"fp8 fast wgrad"``; with sums in float32 the same with ``split`` for ``fast``; by
-            blocks ``"blocks"``: all by row, and ``"blocks wgrad"``.
+            blocks ``"blocks"``: all by row but ``"blocks dact"``, and ``"blocks wgrad"``.
         regime: of the tokens an expert.
         rows, columns: of the result; rows ``None``: the same for all tiles. depth: products a sum, where
             they are as many for all tiles.
