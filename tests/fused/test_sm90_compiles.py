@@ -93,13 +93,14 @@ def test_every_fp8_kernel_compiles_for_sm_90a(running: Running) -> None:
 
 def test_every_kernel_of_fp8_by_blocks_compiles_for_sm_90a(running: Running) -> None:
     printed, kernels = compiled(running, "blocks")
-    # a product in three ways, fc2_dgrad for both activations, its sums, three wgrads; quantizers of rows alone and with
-    # columns both ways, of what both activations make, of the columns of one, and of weights one way and both; for many
-    # tokens other tiles of all products
-    # of each of three gated ones fc2_dgrad, what it makes, and the columns of that; for both orders of columns fc1 with and
-    # without bias, and what is in pairs, with columns and without
-    assert printed.count("15 launches") == 2 and "4 launches" in printed and printed.count("9 launches") == 3
-    assert kernels == 3 + 2 + 1 + 3 + 3 + 2 + 1 + 2 + (3 + 1 + 3) + 3 * 3 + 2 * (2 + 2)
+    # a product in three ways, fc2_dgrad for both activations, apart and together, its sums, three wgrads; quantizers of
+    # rows alone and with columns both ways, of what both activations make, of the columns of one, and of weights one way
+    # and both; for many tokens other tiles of all products
+    # of each of three gated ones fc2_dgrad, apart and together, what it makes, and the columns of that; for both orders of
+    # columns fc1 with and without bias, and what is in pairs, with columns and without
+    assert "17 launches" in printed and "15 launches" in printed and " 6 launches" in printed
+    assert printed.count("11 launches") == 3
+    assert kernels == 3 + 4 + 1 + 3 + 3 + 2 + 1 + 2 + (3 + 1 + 3) + 3 * 4 + 2 * (2 + 2)
 
 
 @pytest.mark.parametrize("part", PARTS[1:])
@@ -136,16 +137,16 @@ def test_clusters_take_tiles_of_all_products_one_by_one_but_of_those_for_biases(
     assert len(found) > 60 and len(apart) == 6
 
 
-def test_warp_groups_store_apart_in_products_by_blocks_but_for_what_reads_the_activations_input(
-    running: Running,
-) -> None:
+def test_warp_groups_of_every_product_by_blocks_store_apart_where_the_tile_says_so(running: Running) -> None:
     """Else both store while the tensor cores rest."""
     pytest.importorskip("triton")
     compiled(running, "blocks")
     found = [one for one in look_into(running["blocks"][1].rglob("*.o")) if one.tensor_core]
     apart = {re.search(r"device(\w+?)_object", one.symbol)[1] for one in found if one.stores_apart}  # type: ignore[index]
     names = "BlockGemm", "BlockBiasGemm", "BlockScaledBiasGemm", "PairedBlockGemm", "PairedBlockBiasGemm"
-    assert apart == {*names, "BlockWgradGemm", "AddingBlockWgradGemm"}
+    grads = "SReLU", "TanhSReLU", "SwiGLU", "ClampedQGeGLU", "SiTUGLU"
+    assert apart == {*names, "BlockWgradGemm", "AddingBlockWgradGemm", *(f"BlockD{one}Gemm" for one in grads)}
+    assert {one.stores_apart for one in found} == {False, True}
 
 
 def test_wgrad_that_begins_beside_a_dgrad_ends_after_it_and_the_dgrad_lets_it(running: Running) -> None:

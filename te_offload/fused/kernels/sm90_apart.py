@@ -14,10 +14,11 @@ turns, and one adds while the other one multiplies.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
 from quack.epilogue.ops import EpiOp
 from quack.gemm_base import NamedBarrierGemm
 from quack.gemm_sm90 import GemmSm90
@@ -32,6 +33,46 @@ class _OwnBarrier:
     def arrive_and_wait(self) -> None:
         """Once all threads of the warp group have come."""
         cute.arch.barrier(barrier_id=int(NamedBarrierGemm.EpiWG0) + _group(), number_of_threads=_GROUP)
+
+
+class _Place(NamedTuple):
+    index: Any
+    phase: Any
+
+
+class _OwnPipeline:
+    """Of the warp group that asks: half of a pipeline's stages."""
+
+    def __init__(self, both: Any, stages: int) -> None:
+        self._both, self._stages = both, stages
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []  # it is the same wherever a loop has come to
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> _OwnPipeline:
+        return self
+
+    def _own(self, state: Any) -> _Place:
+        return _Place(state.index + self._stages * _group(), state.phase)
+
+    def producer_acquire(self, state: Any) -> None:
+        """QuACK's."""
+        self._both.producer_acquire(self._own(state))
+
+    def producer_get_barrier(self, state: Any) -> Any:
+        """QuACK's."""
+        return self._both.producer_get_barrier(self._own(state))
+
+    def producer_commit(self, state: Any) -> None:
+        """QuACK's: what was loaded says so itself."""
+
+    def consumer_wait(self, state: Any) -> None:
+        """QuACK's."""
+        self._both.consumer_wait(self._own(state))
+
+    def consumer_release(self, state: Any) -> None:
+        """QuACK's."""
+        self._both.consumer_release(self._own(state))
 
 
 def _group() -> Any:
@@ -56,6 +97,8 @@ class GroupsApart:
     te_offload_apart = False
     atom_layout_mnk: Any
     epi_tile: Any
+    num_epi_warps: int
+    epi_c_stage: int
     _epi_ops: tuple[Any, ...]
 
     def _setup_attributes(self, epilogue_args: Any) -> None:
@@ -64,7 +107,6 @@ class GroupsApart:
             return
         assert self.atom_layout_mnk == (2, 1, 1), "two warp groups above each other"
         assert self.epi_tile[0] == 2 * _ROWS, "a part that is stored at once has all rows"
-        assert self.epi_c_stage == 0, "nothing is loaded by both"  # type: ignore[attr-defined]
         self.epilogue_barrier = _OwnBarrier()
 
     def _compute_stages(
@@ -89,8 +131,8 @@ class GroupsApart:
         return super()._compute_stages(tile, epi_tile, a, b, d, c, arguments, room, *args, **kwargs)  # type: ignore[misc]
 
     def _make_tma_epi_atoms_and_tensors(self, tensor: Any, layout: Any, tile: Any, op_type: str) -> Any:
-        """QuACK's; of D, for a warp group's rows, which lie together in each stage."""
-        if self.te_offload_apart and op_type != "load":
+        """QuACK's, for a warp group's rows, which lie together in each stage."""
+        if self.te_offload_apart:
             halves = cute.flat_divide(layout, (_ROWS, tile[1]))
             layout, tile = cute.slice_(halves, (None, None, 0, 0, None)), (_ROWS, tile[1])
         return GemmSm90._make_tma_epi_atoms_and_tensors(tensor, layout, tile, op_type)
@@ -105,11 +147,27 @@ class GroupsApart:
         group, own = _group(), (_ROWS, tile[1])
         halves = cute.flat_divide(shared, own)
         copy, *rest = real(atom, out, shape, own, halves[None, None, group, 0, None], coord)
+        loads = isinstance(atom.op, cpasync.CopyBulkTensorTileG2SOp)
 
         def of_group(src_idx: Any, dst_idx: Any, **kwargs: Any) -> None:
-            copy(src_idx=src_idx, dst_idx=(group, dst_idx[1]), **kwargs)
+            part = src_idx if loads else dst_idx
+            place = group, part[1]
+            copy(
+                **({"src_idx": place, "dst_idx": dst_idx} if loads else {"src_idx": src_idx, "dst_idx": place}),
+                **kwargs,
+            )
 
         return (of_group, *rest)
+
+    def make_epi_pipeline(self, tx_count: int) -> Any:
+        """QuACK's; each warp group has one, for its rows of what is loaded for the epilogue."""
+        if not self.te_offload_apart:
+            return super().make_epi_pipeline(tx_count)  # type: ignore[misc]
+        warps, stages = self.num_epi_warps, self.epi_c_stage
+        self.num_epi_warps, self.epi_c_stage = warps // 2, 2 * stages
+        both = super().make_epi_pipeline(tx_count // 2)  # type: ignore[misc]
+        self.num_epi_warps, self.epi_c_stage = warps, stages
+        return _OwnPipeline(both, stages)
 
     def epilogue(self, *args: Any, is_tma_warp: Any, **kwargs: Any) -> Any:
         """QuACK's, where one warp stores; here one of each group."""
