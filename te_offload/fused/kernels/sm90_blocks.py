@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from te_offload.errors import UnsupportedError
 from te_offload.fused.kernels import blocks, fp8, sm90_block_device
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights, Parts
 from te_offload.fused.kernels.experts import Experts
@@ -25,6 +26,7 @@ from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.fused.kernels.sm90_tiles import tile_for
 from te_offload.ops.scaling import BlockScaling
 
+_INDEXED = 2**31
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -184,7 +186,7 @@ class Sm90BlockKernels(Sm90Kernels):
         """See `BlockKernels.wgrad_blocks`."""
         kernel = getattr(sm90_block_device, f"{'Adding' if accumulate else ''}BlockWgradGemm")
         padded = fp8.padded_offsets(offsets)
-        values = {TABLE: out.table, "starts": padded, "a_scales": dy.scales, "b_scales": x.scales}
+        values = {TABLE: out.table, "starts": padded, "a_scales": _indexed(dy), "b_scales": _indexed(x)}
         one, other = dy.numbers.view(_E4M3), x.numbers.view(_E4M3)
         tile = self._wgrad_tile("blocks wgrad", x.shape[0], out)
         self._launch_wgrad(kernel, tile, one, other, out.view, values, padded, order)
@@ -203,8 +205,18 @@ class Sm90BlockKernels(Sm90Kernels):
         **ways: Any,
     ) -> None:
         numbers, inverses = weights.numbers, weights.inverses
-        values = values | {"a_scales": x.scales, "b_scales": inverses.view, "starts": offsets}
+        values = values | {"a_scales": _indexed(x), "b_scales": inverses.view, "starts": offsets}
         values |= {TABLE: numbers.table, sm90_block_device.SCALE_TABLE: inverses.table}
         rows = x.numbers.view(_E4M3).view(x.shape)
         tile = self._tile(product, rows, numbers, out)
         self._launch(kernel, tile, rows, numbers.view.view(_E4M3), out, c, values, offsets, count, **ways)
+
+
+def _indexed(numbers: BlockNumbers) -> torch.Tensor:
+    """Their scales, which kernels index with 32 bits."""
+    if numbers.scales.numel() >= _INDEXED:
+        raise UnsupportedError(
+            f"The kernels of FP8 by blocks read less than 2**31 scales of one operand; {tuple(numbers.shape)} has"
+            f" {numbers.scales.numel()}. Give the op fewer tokens at a time."
+        )
+    return numbers.scales
