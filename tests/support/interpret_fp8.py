@@ -125,15 +125,26 @@ def main() -> None:
             by_row = ReferenceFp8Kernels(activation).turn(found, offsets)
             same_rows(fp8_columns(found, turned), by_row, offsets, ("rebuilt", dtype, clamp))
     packed = seeded((EXPERTS, 200, COLUMNS), 3, dtype=torch.bfloat16)
+    packed[1, 150, 5] = -7.0
     table = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
-    quantized = fp8.quantize_weights(Experts(packed, table), Scaling(torch.float8_e4m3fn))
-    expected_weights = ReferenceFp8Kernels(SquaredReLU()).quantize_weights(
-        [packed[int(place)] for place in table], Scaling(torch.float8_e4m3fn)
-    )
-    same(quantized.inverses, expected_weights.inverses, "weights")
-    for expert in range(EXPERTS):
-        same(quantized.rows.view[expert], expected_weights.rows[expert], ("weights", expert))
-        same(quantized.columns.view[expert], expected_weights.columns[expert], ("weights, turned", expert))
+    given = torch.tensor([[300.0, 1.0], [0.5, 1.0], [1e9, 1.0], [40.0, 1.0]])[:, 0]
+    before = torch.tensor([[0.0, 7.0], [0.0, 7.0], [99.0, 7.0], [0.5, 7.0]])
+    for known in (False, True):
+        one, other = (
+            Scaling(torch.float8_e4m3fn, given=given if known else None, kept=before.clone()[:, 0] if known else None)
+            for _ in range(2)
+        )
+        found_weights = fp8.quantize_weights(Experts(packed, table), one)
+        expected_weights = reference.quantize_weights([packed[int(place)] for place in table], other)
+        same(found_weights.inverses, expected_weights.inverses, ("weights", known))
+        assert found_weights.columns is not None and expected_weights.columns is not None
+        for expert in range(EXPERTS):
+            of_expert = "weights", known, expert
+            same(found_weights.rows.view[expert], expected_weights.rows[expert], of_expert)
+            same(found_weights.columns.view[expert], expected_weights.columns[expert], ("turned", *of_expert))
+        if one.kept is not None and other.kept is not None:
+            same(one.kept, other.kept, "magnitudes of weights")
+            assert one.kept[2] == 99.0 and 0.5 < one.kept[3] < 99.0  # one was larger before
     assert fp8.quantize_weights(Experts(packed, table), Scaling(torch.float8_e4m3fn), by_column=False).columns is None
     same(fp8.factors_of(weights, weights, 40), (weights * weights)[:, None].repeat(1, 40), "factors")
     print("the same")

@@ -112,10 +112,12 @@ def quantize_weights(weights: Experts, scaling: Scaling, *, by_column: bool = Tr
     """All experts' weights in FP8, as they lie, and the other way round if asked for."""
     count, (rows, columns), device = weights.table.shape[0], weights.view.shape[1:], weights.view.device
     parts, stride = triton.cdiv(rows, BLOCK), weights.view.stride(0)
-    magnitudes = torch.empty(count, parts, dtype=torch.float32, device=device)
-    fp8_device.weight_magnitudes[(count, parts)](
-        weights.view, weights.table, stride, magnitudes, rows, columns, parts, BLOCK
-    )
+    known = scaling.given is not None  # then weights are read once
+    magnitudes = torch.empty(count, 0 if known else parts, dtype=torch.float32, device=device)
+    if not known:
+        fp8_device.weight_magnitudes[(count, parts)](
+            weights.view, weights.table, stride, magnitudes, rows, columns, parts, BLOCK
+        )
     each = torch.arange(count + 1, dtype=torch.int32, device=device)
     inverses, scales, _ = scales_of(magnitudes, each, scaling, None, rounded=None, rows=count)
     by_row = torch.empty(count, rows, columns, dtype=scaling.dtype, device=device)
@@ -127,10 +129,13 @@ def quantize_weights(weights: Experts, scaling: Scaling, *, by_column: bool = Tr
         scales,
         _bytes(by_row),
         _bytes(turned),
+        scaling.kept,
+        0 if scaling.kept is None else scaling.kept.stride(0),
         rows,
         columns,
         scaling.dtype is torch.float8_e5m2,
         by_column,
+        known,
         BLOCK,
         num_warps=8,
     )

@@ -214,20 +214,29 @@ def quantize_weights(
     scales,
     by_row,
     by_column,
+    kept,
+    kept_stride,
     rows,
     columns,
     E5M2: tl.constexpr,
     BY_COLUMN: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """FP8 of each weight (rows, columns), as it lies (N, rows, columns), and the other way round (N, columns, rows)."""
+    """FP8 of each weight (rows, columns), as it lies (N, rows, columns), and the other way round (N, columns, rows).
+
+    ``KEPT``: scales were known beforehand, and the largest magnitudes are kept as `expert_scales` does.
+    """
     expert = tl.program_id(0)
     base = weights + tl.load(table + expert).to(tl.int64) * stride
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    value = tl.load(base + row[:, None] * columns + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    found = _to_fp8(value * tl.load(scales + expert), E5M2)
+    value = tl.load(base + row[:, None] * columns + column[None, :], mask=mask, other=0.0)
+    if KEPT:  # NaN is no magnitude
+        found = tl.max(tl.max(tl.maximum(tl.abs(value), 0.0), 1), 0)
+        tl.atomic_max(kept + expert * kept_stride, found.to(tl.float32), sem="relaxed")
+    found = _to_fp8(value.to(tl.float32) * tl.load(scales + expert), E5M2)
     begin = expert.to(tl.int64) * rows * columns
     tl.store(by_row + begin + row[:, None] * columns + column[None, :], found, mask=mask)
     if BY_COLUMN:
