@@ -6,11 +6,11 @@
 
 The product is ``fc1`` (with its activation), ``fc2``, ``dact`` (FC2's dgrad with the activation's and the sums after it),
 ``dgrad`` (FC1's), ``fc1_wgrad``, ``fc2_wgrad`` or ``wgrad`` (both); alone, it is timed with what sets its count to zero. A
-tile is its columns, of 128 rows; ``t``: two warp groups take turns, ``a``: they store apart
-(`sm90_apart`); ``/32``: so many products of each sum a stage, for
-QuACK's 64; ``@2x1``: clusters of so many tiles above and beside each other; ``:start``: given out from the start, not one
-by one, with or without another tile. Products beside the first argument's are named. The first row is what is in use, which
-may be another tile for each of the two weight gradients. FC1's weight gradient by itself does not begin beside its dgrad.
+tile is its columns, of 128 rows; ``t``: two warp groups take turns, ``a``: they store apart (`sm90_apart`); ``/32``: so
+many products of each sum a stage, for QuACK's 64; ``@2x1``: clusters of so many tiles above and beside each other;
+``:start``: given out from the start, not one by one, with or without another tile. Products beside the first argument's
+are named. The first row is what is in use, which may be another tile for each of the two weight gradients. FC1's weight
+gradient by itself does not begin beside its dgrad.
 
 All ways run in one process on the same inputs, as graphs, in turns shuffled anew each time, with even and with random
 routing. `hot` are rows of calls without a rest, at the card's sustained clock, `cool` rows of four after a rest; medians,

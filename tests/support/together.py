@@ -18,8 +18,10 @@ def all_together(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     together = {
         key: tuple((tile._replace(apart=False), time) for tile, time in entries) for key, entries in tiles.items()
     }
-    sm90_tiles.tile_for.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(sm90_tiles, "_TILES", together)
-        yield
-    sm90_tiles.tile_for.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sm90_tiles, "_TILES", together)
+            sm90_tiles.tile_for.cache_clear()
+            yield
+    finally:
+        sm90_tiles.tile_for.cache_clear()

@@ -1,7 +1,7 @@
 """Two warp groups at one tile that part company once the products are done: mixins before QuACK's GEMM.
 
-In: nothing when imported. Out: `GroupsApart`, of which `sm90_device` makes kernels, and `OwnCopy`. Keeps true: the numbers
-of a result, and who computes them. Does not: know what is computed. Needs quack-kernels.
+In: nothing when imported. Out: `GroupsApart`, of which `sm90_device` makes kernels, `OwnCopy`, `wait_for_own`. Keeps true:
+the numbers of a result, and who computes them. Does not: know what is computed. Needs quack-kernels.
 
 QuACK has two ways to give tiles to two warp groups. Either each has a tile of its own, whose sums must fit into one
 group's registers, and one multiplies while the other one stores; or each has half of a tile's rows, and both store at once,
@@ -27,12 +27,17 @@ _GROUP = 128  # threads
 _ROWS = 64  # of a tile, that a warp group has
 
 
+def wait_for_own(group: Any) -> None:
+    """Until all threads of a warp group have come, which ask together."""
+    cute.arch.barrier(barrier_id=int(NamedBarrierGemm.EpiWG0) + group, number_of_threads=_GROUP)
+
+
 class _OwnBarrier:
     """Of the warp group that asks."""
 
     def arrive_and_wait(self) -> None:
         """Once all threads of the warp group have come."""
-        cute.arch.barrier(barrier_id=int(NamedBarrierGemm.EpiWG0) + _group(), number_of_threads=_GROUP)
+        wait_for_own(_group())
 
 
 class _Place(NamedTuple):
@@ -147,17 +152,14 @@ class GroupsApart:
         group, own = _group(), (_ROWS, tile[1])
         halves = cute.flat_divide(shared, own)
         copy, *rest = real(atom, out, shape, own, halves[None, None, group, 0, None], coord)
-        loads = isinstance(atom.op, cpasync.CopyBulkTensorTileG2SOp)
 
-        def of_group(src_idx: Any, dst_idx: Any, **kwargs: Any) -> None:
-            part = src_idx if loads else dst_idx
-            place = group, part[1]
-            copy(
-                **({"src_idx": place, "dst_idx": dst_idx} if loads else {"src_idx": src_idx, "dst_idx": place}),
-                **kwargs,
-            )
+        def load(src_idx: Any, dst_idx: Any, **kwargs: Any) -> None:
+            copy(src_idx=(group, src_idx[1]), dst_idx=dst_idx, **kwargs)
 
-        return (of_group, *rest)
+        def store(src_idx: Any, dst_idx: Any) -> None:
+            copy(src_idx=src_idx, dst_idx=(group, dst_idx[1]))
+
+        return (load if isinstance(atom.op, cpasync.CopyBulkTensorTileG2SOp) else store, *rest)
 
     def make_epi_pipeline(self, tx_count: int) -> Any:
         """QuACK's; each warp group has one, for its rows of what is loaded for the epilogue."""

@@ -22,9 +22,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from quack.compile_utils import make_fake_tensor
 from quack.epilogue.ops import EpiOp, EpiSmemBytes
-from quack.gemm_base import NamedBarrierGemm
 from quack.tile_scheduler import WorkTileInfo
 
+from te_offload.fused.kernels.sm90_apart import wait_for_own
 from te_offload.fused.kernels.sm90_device import (
     BIAS,
     CLAMP,
@@ -40,7 +40,7 @@ from te_offload.fused.kernels.sm90_device import (
 from te_offload.fused.kernels.sm90_experts import ByExpert, GradsByTable, WeightsByTable
 from te_offload.fused.kernels.sm90_fp8_device import PaddedColumns
 from te_offload.fused.kernels.sm90_order import RowsTogether
-from te_offload.fused.kernels.sm90_sums import SplitSums, of_two
+from te_offload.fused.kernels.sm90_sums import SplitSums, of_both
 
 BLOCK = 128
 SCALE_TABLE = "scale_table"
@@ -236,16 +236,10 @@ class RowScales(_Scaled, WeightsByTable):
         for i in cutlass.range_constexpr(len(weights)):
             found[2 * count + i] = (weights[i] + own).load()
 
-    @cute.jit
-    def prepare(self, acc, found):
+    def prepare(self, acc: Any, found: Any) -> Any:
         """Of both tiles of K and each row: both inverse scales."""
-        count = const_expr(2 * cute.size(acc.shape, mode=[1]))
-        both = [cute.make_rmem_tensor((2, count // 2), Float32) for _ in range(2)]
-        for i in cutlass.range_constexpr(count):
-            product = found[i] * found[count]
-            for one in cutlass.range_constexpr(2):
-                both[one][i] = of_two(product, one)
-        return both
+        count = 2 * cute.size(acc.shape, mode=[1])
+        return of_both([found[i] * found[count] for i in range(count)])
 
     def factors(self, acc: Any, prepared: Any, one: int, turn: Any) -> Any:
         """Of one tile of K."""
@@ -296,17 +290,10 @@ class BothScales(_Scaled, GradsByTable):
             block = cutlass.min(first + cutlass.min(k_tile + one, last), end)
             found[count + one] = (b_scales.iterator + (block * Int32(b_scales.stride[0]) + column)).load()
 
-    @cute.jit
-    def prepare(self, acc, found):
+    def prepare(self, acc: Any, found: Any) -> Any:
         """Of both tiles of K each row's, and the column's."""
-        count = const_expr(2 * cute.size(acc.shape, mode=[1]))
-        both = [cute.make_rmem_tensor((2, count // 2), Float32) for _ in range(2)]
-        columns = cute.make_rmem_tensor((2,), Float32)
-        for one in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(count):
-                both[one][i] = of_two(found[i], one)
-            columns[one] = found[count + one]
-        return both, columns
+        count = 2 * cute.size(acc.shape, mode=[1])
+        return of_both([found[i] for i in range(count)]), (found[count], found[count + 1])
 
     @cute.jit
     def publish(self, prepared, turn):
@@ -316,7 +303,7 @@ class BothScales(_Scaled, GradsByTable):
         place = column // 8 * 2 + column % 2
         for one in cutlass.range_constexpr(2):
             self._columns[place, column % 8 // 2, one, turn, thread // BLOCK] = prepared[1][one]
-        cute.arch.barrier(barrier_id=int(NamedBarrierGemm.EpiWG0) + thread // BLOCK, number_of_threads=BLOCK)
+        wait_for_own(thread // BLOCK)
 
     @cute.jit
     def factors(self, acc, prepared, one, turn):

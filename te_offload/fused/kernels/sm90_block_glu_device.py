@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import const_expr
 from quack.epilogue.math import Pair
 from quack.epilogue.ops import Scalar
 
@@ -24,7 +23,7 @@ from te_offload.fused.kernels.sm90_block_device import BY_ROW, RowScales
 from te_offload.fused.kernels.sm90_device import BIAS, COLUMN, DSCALE, ROW, SCALE, linear, make_kernel
 from te_offload.fused.kernels.sm90_glu_device import KINDS, Halves, Paired
 from te_offload.fused.kernels.sm90_order import RowsTogether
-from te_offload.fused.kernels.sm90_sums import of_two
+from te_offload.fused.kernels.sm90_sums import of_both
 
 HALF_TILE = 64
 """Columns of each half in a tile of FC1's, of which a half is a multiple where it is one block of columns."""
@@ -49,18 +48,10 @@ class PairedRowScales(Paired, RowScales):
         second = tile if const_expr(self.te_offload_interleave) else (tile + b_scales.shape[1]) // 2
         return b_scales[weight, first, None].iterator, b_scales[weight, second, None].iterator
 
-    @cute.jit
-    def prepare(self, acc, found):
+    def prepare(self, acc: Any, found: Any) -> Any:
         """Of both tiles of K: each row's, and those of the first and second columns of pairs."""
-        count = const_expr(2 * cute.size(acc.shape, mode=[1]))
-        both = [cute.make_rmem_tensor((2, count // 2), Float32) for _ in range(2)]
-        halves = [cute.make_rmem_tensor((2,), Float32) for _ in range(2)]
-        for one in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(count):
-                both[one][i] = of_two(found[i], one)
-            for i in cutlass.range_constexpr(2):
-                halves[one][i] = of_two(found[count + i], one)
-        return both, halves
+        count = 2 * cute.size(acc.shape, mode=[1])
+        return of_both([found[i] for i in range(count)]), of_both([found[count], found[count + 1]])
 
     @cute.jit
     def factors(self, acc, prepared, one, turn):

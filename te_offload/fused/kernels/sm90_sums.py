@@ -21,9 +21,13 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 
-def of_two(value: Any, one: int) -> Any:
-    """Of two neighbours among a warp's lanes: the value that the first or the second one has."""
-    return cute.arch.shuffle_sync(value, one, mask_and_clamp=_TWO_LANES)
+def of_both(values: list[Any]) -> list[Any]:
+    """Of two neighbours among a warp's lanes: those that the first one has, and the second one; as (2, values / 2)."""
+    both = [cute.make_rmem_tensor((2, len(values) // 2), Float32) for _ in range(2)]
+    for one, found in enumerate(both):
+        for i, value in enumerate(values):
+            found[i] = cute.arch.shuffle_sync(value, one, mask_and_clamp=_TWO_LANES)
+    return both
 
 
 _TWO_LANES = (32 - 2) << 8 | 31
