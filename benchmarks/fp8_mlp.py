@@ -17,7 +17,6 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload import OffloadSession, ops
-from te_offload.fused.kernels import fp8
 from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels
 from te_offload.ops.scaling import Scaling
@@ -123,7 +122,7 @@ class Fp8Case:
         kernels = Sm90Fp8Kernels(SquaredReLU())
         shapes = (experts, ffn, hidden), (experts, hidden, ffn)
         weights = [
-            fp8.quantize_weights(kernels.prepare(str(shape), torch.randn(shape, device="cuda").bfloat16()), E4M3)
+            kernels.quantize_weights(kernels.prepare(str(shape), torch.randn(shape, device="cuda").bfloat16()), E4M3)
             for shape in shapes
         ]
         x, dy, y = self.x.detach(), self.dy, torch.empty_like(self.dy)
@@ -158,11 +157,11 @@ class Fp8Case:
         target = torch.empty_like(source)
         rate = 2 * source.nbytes / milliseconds(lambda: target.copy_(source))  # bytes a millisecond, read and written
         x_size, act_size, weight_size = x.numel(), act_input.numel(), 2 * experts * hidden * ffn
-        # a number of bf16 is 2 bytes, looked at for the magnitude and again for the number; those of what an epilogue
-        # makes are looked at there
+        # a number of bf16 is 2 bytes, looked at for the magnitude and again for the number, of weights once for both; what
+        # an epilogue makes is looked at there
         of_forward = x_size * (2 + 2 + 1) + act_size * (2 + 1)
         of_backward = x_size * (2 + 2 + 1 + 1) + x_size * (1 + 1) + act_size * (2 + 1) + act_size * (2 + 1 + 1)
-        both_ways = weight_size * (2 + 2 + 1 + 1)
+        both_ways = weight_size * (2 + 1 + 1)
         products = {"forward": milliseconds(forward), "step": milliseconds(step)}
         nbytes = {"forward": of_forward, "step": of_forward + of_backward}
         found = {f"{kind} (ii)": products[kind] + nbytes[kind] / rate for kind in products}

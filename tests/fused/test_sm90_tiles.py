@@ -155,19 +155,21 @@ def test_tiles_are_blocks_where_fp8_is_summed_in_float32(product: str, regime: s
     assert {tile[:2] for tile in tiles} == {(128, 128)} and not any(tile.pingpong for tile in tiles)
 
 
-def test_blocks_of_long_sums_share_weights_where_experts_have_many_tokens() -> None:
+def test_blocks_share_rows_with_the_next_one_where_columns_are_even_and_weights_where_sums_are_long() -> None:
     many = sm90_tiles.Regime.MANY
-    assert sm90_tiles.tile_for("blocks", many, None, 4096, 14336).cluster_rows == 2
+    assert sm90_tiles.tile_for("blocks", many, None, 4096, 14336)[2:4] == (1, 2)
+    assert sm90_tiles.tile_for("blocks", many, None, 1408, 14336)[2:4] == (2, 1)  # 11 of them
     assert sm90_tiles.tile_for("blocks", many, None, 2048, 1408)[2:4] == (1, 2)
     assert sm90_tiles.tile_for("blocks", many, None, 1408, 2048)[2:4] == (1, 1)  # 11 of them
 
 
-@pytest.mark.parametrize("product", ["blocks", "blocks wgrad", "fp8 split wgrad"])
-def test_warp_groups_store_apart_where_sums_of_float32_are_short(product: str) -> None:
-    assert sm90_tiles.tile_for(product, sm90_tiles.Regime.USUAL, 2048, 1408, 512).apart
+@pytest.mark.parametrize("regime", sm90_tiles.Regime)
+@pytest.mark.parametrize("product", ["blocks", "blocks wgrad", "fp8 split dact", "fp8 split wgrad"])
+def test_warp_groups_store_apart_where_sums_are_of_float32(product: str, regime: sm90_tiles.Regime) -> None:
+    assert sm90_tiles.tile_for(product, regime, 2048, 1408, 512).apart
 
 
-def test_warp_groups_store_together_what_they_load_together_and_never_apart_by_turns() -> None:
+def test_warp_groups_store_together_where_scales_or_pairs_come_with_an_activation_and_never_apart_by_turns() -> None:
     tiles = {
         (product, sm90_tiles.tile_for(product, regime, rows, width, depth))
         for product, _ in sm90_tiles._TILES
@@ -177,7 +179,7 @@ def test_warp_groups_store_together_what_they_load_together_and_never_apart_by_t
         for depth in (1408, 14336)
     }
     apart = {product for product, tile in tiles if tile.apart}
-    assert apart and not any("dact" in product or "dglu" in product for product in apart)
+    assert apart and not any("blocks dact" in product or "glu" in product for product in apart)
     assert not any(tile.apart and tile.pingpong for _, tile in tiles)
 
 

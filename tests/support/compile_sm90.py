@@ -24,6 +24,7 @@ from te_offload.fused.kernels import (
     blocks,
     fp8,
     fp8_glu,
+    fp8_weights,
     sm90,
     sm90_block_glu,
     sm90_blocks,
@@ -63,9 +64,10 @@ class Launches:
             compiled_rows=compile_only(sm90_compile.compiled_rows),
             compiled_row_quantizer=compile_only(sm90_compile.compiled_row_quantizer),
             compiled_weight_quantizer=compile_only(sm90_compile.compiled_weight_quantizer),
+            compiled_scaled_weights=compile_only(sm90_compile.compiled_scaled_weights),
             compiled_pair_quantizer=compile_only(sm90_compile.compiled_pair_quantizer),
         )
-        vars(fp8_glu)["sm90_compile"] = compiled
+        vars(fp8_glu)["sm90_compile"] = vars(fp8_weights)["sm90_compile"] = compiled
         vars(blocks).update({"sm90_compile": compiled, "_aligned": lambda x: x})  # a fake one has no address
         vars(sm90).update({"get_max_active_clusters": any_number, "sm90_compile": compiled})
         vars(sm90_launch)["run_gemm_epi_plan"] = self
@@ -150,6 +152,9 @@ def compile_fp8(activation: Activation, tokens: int) -> int:
         return QuantizedWeights(Experts(rows, table), Experts(columns, table), empty(EXPERTS, dtype=torch.float32))
 
     of_fc1, of_fc2 = weights(wide, HIDDEN), weights(HIDDEN, FFN)
+    for by_column in (False, True):
+        wide_weights = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=torch.bfloat16), table)
+        kernels.quantize_weights(wide_weights, Scaling(torch.float8_e4m3fn), by_column=by_column)
     x, dy = rows(HIDDEN, torch.float8_e4m3fn), rows(HIDDEN, torch.float8_e5m2)
     for bias in (None, empty(EXPERTS, wide, dtype=torch.bfloat16)):
         act_input, _ = kernels.fc1_fp8(x, of_fc1, bias, scales, offsets, torch.bfloat16, fast=True, count=count)

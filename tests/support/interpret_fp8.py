@@ -129,23 +129,18 @@ def main() -> None:
     table = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
     given = torch.tensor([[300.0, 1.0], [0.5, 1.0], [1e9, 1.0], [40.0, 1.0]])[:, 0]
     before = torch.tensor([[0.0, 7.0], [0.0, 7.0], [99.0, 7.0], [0.5, 7.0]])
-    for known in (False, True):
-        one, other = (
-            Scaling(torch.float8_e4m3fn, given=given if known else None, kept=before.clone()[:, 0] if known else None)
-            for _ in range(2)
-        )
-        found_weights = fp8.quantize_weights(Experts(packed, table), one)
-        expected_weights = reference.quantize_weights([packed[int(place)] for place in table], other)
-        same(found_weights.inverses, expected_weights.inverses, ("weights", known))
-        assert found_weights.columns is not None and expected_weights.columns is not None
-        for expert in range(EXPERTS):
-            of_expert = "weights", known, expert
-            same(found_weights.rows.view[expert], expected_weights.rows[expert], of_expert)
-            same(found_weights.columns.view[expert], expected_weights.columns[expert], ("turned", *of_expert))
-        if one.kept is not None and other.kept is not None:
-            same(one.kept, other.kept, "magnitudes of weights")
-            assert one.kept[2] == 99.0 and 0.5 < one.kept[3] < 99.0  # one was larger before
-    assert fp8.quantize_weights(Experts(packed, table), Scaling(torch.float8_e4m3fn), by_column=False).columns is None
+    one, other = (Scaling(torch.float8_e4m3fn, given=given, kept=before.clone()[:, 0]) for _ in range(2))
+    found_weights = fp8.quantize_weights(Experts(packed, table), one)
+    expected_weights = reference.quantize_weights([packed[int(place)] for place in table], other)
+    same(found_weights.inverses, expected_weights.inverses, "weights")
+    assert found_weights.columns is not None and expected_weights.columns is not None
+    for expert in range(EXPERTS):
+        same(found_weights.rows.view[expert], expected_weights.rows[expert], ("weights", expert))
+        same(found_weights.columns.view[expert], expected_weights.columns[expert], ("weights turned", expert))
+    assert one.kept is not None and other.kept is not None
+    same(one.kept, other.kept, "magnitudes of weights")
+    assert one.kept[2] == 99.0 and 0.5 < one.kept[3] < 99.0  # one was larger before
+    assert fp8.quantize_weights(Experts(packed, table), one, by_column=False).columns is None
     same(fp8.factors_of(weights, weights, 40), (weights * weights)[:, None].repeat(1, 40), "factors")
     print("the same")
 

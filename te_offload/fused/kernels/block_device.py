@@ -103,7 +103,12 @@ class _Tile:
 
     Args:
         half: whether numbers are fp16; else bf16. power_of_two: whether scales are.
+
+    Attributes:
+        largest: of the numbers that are made.
     """
+
+    largest = 448.0
 
     def __init__(self, *, half: bool, power_of_two: bool) -> None:
         self.half = half
@@ -134,7 +139,7 @@ class _Tile:
         """The scale of the magnitude whose bits are the low 16, and one over it."""
         magnitude = cute.arch.fmax(self.wide(bits & 0xFFFF)[0], epsilon)
         infinite = _float(Int32(0x7F800000))
-        scale = _divide(Float32(448.0), magnitude)
+        scale = _divide(Float32(self.largest), magnitude)
         if scale == infinite:
             scale = most
         if (magnitude == 0.0) | (magnitude == infinite):
@@ -144,16 +149,38 @@ class _Tile:
         return scale, _divide(Float32(1.0), scale)
 
     @cute.jit
-    def read(self, matrix, first, end, four, place, there):
-        """8 columns of 8 rows, from ``first`` on up to ``end``, else zero: (4 words, 4 rows, 2 halves)."""
+    def largest_of(self, value):
+        """The bits of a warp's largest magnitude, twice in a word."""
+        largest = Int32(0)
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                for word in cutlass.range_constexpr(4):
+                    largest = self.larger(largest, value[word, i, half] & _ABS)
+        for power in cutlass.range_constexpr(5):
+            largest = self.larger(largest, cute.arch.shuffle_sync_bfly(largest, 1 << power))
+        return self.larger(largest, _bytes(largest, largest, 0x1032))
+
+    @cute.jit
+    def read(self, matrix, first, end, four, place, there, hint=None):
+        """8 columns of 8 rows, from ``first`` on up to ``end``, else zero: (4 words, 4 rows, 2 halves). ``hint``: for the
+        L2 cache, of classes that read with one.
+        """
         value = cute.make_rmem_tensor((4, 4, 2), Int32)
         value.fill(0)
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(4):
                 row = first + 64 * half + 4 * four + i
                 if (row < end) & there:
-                    cute.autovec_copy(cute.local_tile(matrix[row, None], (4,), (place,)), value[None, i, half])
+                    self.get(cute.local_tile(matrix[row, None], (4,), (place,)), value[None, i, half], hint)
         return value
+
+    def get(self, of: Any, words: Any, hint: Any) -> None:
+        """Read words that lie one after the other."""
+        cute.autovec_copy(of, words)
+
+    def put(self, words: Any, to: Any) -> None:
+        """Write words that lie one after the other."""
+        cute.autovec_copy(words, to)
 
     @cute.jit
     def write(self, out, numbers, first, end, four, place, there):
@@ -162,7 +189,7 @@ class _Tile:
             for i in cutlass.range_constexpr(4):
                 row = first + 64 * half + 4 * four + i
                 if (row < end) & there:
-                    cute.autovec_copy(numbers[None, i, half], cute.local_tile(out[row, None], (2,), (place,)))
+                    self.put(numbers[None, i, half], cute.local_tile(out[row, None], (2,), (place,)))
 
     @cute.jit
     def turn(self, turned, numbers, group, rows):
@@ -201,7 +228,7 @@ class _Tile:
                 words[2 * pair + 1] = turned[column, at + 1]
             if (first_column + column < last_column) & (first_word + place < last_word):
                 to = cute.local_tile(out[first_column + column, None], (4,), ((first_word + place) // 4,))
-                cute.autovec_copy(words, to)
+                self.put(words, to)
 
 
 class RowQuantizer(_Tile):
@@ -418,14 +445,7 @@ class WeightQuantizer(_Tile):
         there = 4 * place < weights.shape[2]
         first, end = part * BLOCK, weights.shape[1]
         value = self.read(weights[table[expert], None, None], first, end, four, place, there)
-        largest = Int32(0)
-        for half in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(4):
-                for word in cutlass.range_constexpr(4):
-                    largest = self.larger(largest, value[word, i, half] & _ABS)
-        for power in cutlass.range_constexpr(5):
-            largest = self.larger(largest, cute.arch.shuffle_sync_bfly(largest, 1 << power))
-        largest = self.larger(largest, _bytes(largest, largest, 0x1032))
+        largest = self.largest_of(value)
         maxima = cute.make_tensor(cute.arch.alloc_smem(Int32, _WARPS, alignment=16), cute.make_layout((_WARPS,)))
         if lane == 0:
             maxima[thread // 32] = largest

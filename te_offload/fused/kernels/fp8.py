@@ -109,33 +109,29 @@ def factors_of(one: torch.Tensor, other: torch.Tensor, columns: int) -> torch.Te
 
 
 def quantize_weights(weights: Experts, scaling: Scaling, *, by_column: bool = True) -> QuantizedWeights:
-    """All experts' weights in FP8, as they lie, and the other way round if asked for."""
+    """All experts' weights in FP8 by scales that are given, as they lie, and the other way round if asked for. They are
+    read once. `fp8_weights` has current scaling.
+    """
+    assert scaling.given is not None and scaling.kept is not None
     count, (rows, columns), device = weights.table.shape[0], weights.view.shape[1:], weights.view.device
-    parts, stride = triton.cdiv(rows, BLOCK), weights.view.stride(0)
-    known = scaling.given is not None  # then weights are read once
-    magnitudes = torch.empty(count, 0 if known else parts, dtype=torch.float32, device=device)
-    if not known:
-        fp8_device.weight_magnitudes[(count, parts)](
-            weights.view, weights.table, stride, magnitudes, rows, columns, parts, BLOCK
-        )
     each = torch.arange(count + 1, dtype=torch.int32, device=device)
-    inverses, scales, _ = scales_of(magnitudes, each, scaling, None, rounded=None, rows=count)
+    nothing = torch.empty(count, 0, dtype=torch.float32, device=device)
+    inverses, scales, _ = scales_of(nothing, each, scaling, None, rounded=None, rows=count)
     by_row = torch.empty(count, rows, columns, dtype=scaling.dtype, device=device)
     turned = torch.empty(count, columns, rows, dtype=scaling.dtype, device=device) if by_column else None
-    fp8_device.quantize_weights[(count, parts, triton.cdiv(columns, BLOCK))](
+    fp8_device.quantize_weights[(count, triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK))](
         weights.view,
         weights.table,
-        stride,
+        weights.view.stride(0),
         scales,
         _bytes(by_row),
         _bytes(turned),
         scaling.kept,
-        0 if scaling.kept is None else scaling.kept.stride(0),
+        scaling.kept.stride(0),
         rows,
         columns,
         scaling.dtype is torch.float8_e5m2,
         by_column,
-        known,
         BLOCK,
         num_warps=8,
     )

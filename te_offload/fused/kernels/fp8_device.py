@@ -39,22 +39,6 @@ def row_magnitudes(x, offsets, out, experts, columns, ROWS: tl.constexpr, COLUMN
 
 
 @triton.jit
-def weight_magnitudes(weights, table, stride, out, rows, columns, parts, BLOCK: tl.constexpr):
-    """``out[expert, part]``: the largest magnitude in each part of ``BLOCK`` rows of each weight (rows, columns)."""
-    expert = tl.program_id(0)
-    part = tl.program_id(1)
-    base = weights + tl.load(table + expert).to(tl.int64) * stride
-    row = part * BLOCK + tl.arange(0, BLOCK)
-    found = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for begin in range(0, columns, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        mask = (row < rows)[:, None] & (column < columns)[None, :]
-        places = base + row[:, None] * columns + column[None, :]
-        found = tl.maximum(found, tl.abs(tl.load(places, mask=mask, other=0.0).to(tl.float32)))
-    tl.store(out + expert * parts + part, tl.max(tl.max(found, 1), 0))
-
-
-@triton.jit
 def expert_scales(
     magnitudes,
     parts,
@@ -220,12 +204,10 @@ def quantize_weights(
     columns,
     E5M2: tl.constexpr,
     BY_COLUMN: tl.constexpr,
-    KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """FP8 of each weight (rows, columns), as it lies (N, rows, columns), and the other way round (N, columns, rows).
-
-    ``KEPT``: scales were known beforehand, and the largest magnitudes are kept as `expert_scales` does.
+    """FP8 of each weight (rows, columns), as it lies (N, rows, columns), and the other way round (N, columns, rows), by
+    ``scales`` (N). The largest magnitudes are kept as `expert_scales` does.
     """
     expert = tl.program_id(0)
     base = weights + tl.load(table + expert).to(tl.int64) * stride
@@ -233,9 +215,8 @@ def quantize_weights(
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     value = tl.load(base + row[:, None] * columns + column[None, :], mask=mask, other=0.0)
-    if KEPT:  # NaN is no magnitude
-        found = tl.max(tl.max(tl.maximum(tl.abs(value), 0.0), 1), 0)
-        tl.atomic_max(kept + expert * kept_stride, found.to(tl.float32), sem="relaxed")
+    found = tl.max(tl.max(tl.maximum(tl.abs(value), 0.0), 1), 0)  # NaN is no magnitude
+    tl.atomic_max(kept + expert * kept_stride, found.to(tl.float32), sem="relaxed")
     found = _to_fp8(value.to(tl.float32) * tl.load(scales + expert), E5M2)
     begin = expert.to(tl.int64) * rows * columns
     tl.store(by_row + begin + row[:, None] * columns + column[None, :], found, mask=mask)

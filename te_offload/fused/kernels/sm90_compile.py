@@ -29,6 +29,7 @@ from te_offload.fused.kernels import (
     block_device,
     block_glu_device,
     fp8_glu_device,
+    fp8_weights_device,
     rows_device,
     sm90_apart,
     sm90_block_device,
@@ -51,7 +52,7 @@ def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
     gemms = sm90_apart, sm90_experts, sm90_order, sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
     gated = sm90_glu_device, sm90_fp8_glu_device, sm90_block_glu_device
-    quantizers = block_device, block_glu_device, fp8_glu_device
+    quantizers = block_device, block_glu_device, fp8_glu_device, fp8_weights_device
     modules = *gemms, *gated, *quantizers, rows_device, sys.modules[__name__]
     sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
@@ -281,6 +282,20 @@ def _compile_weight_quantizer(both: bool, half: bool, power_of_two: bool, _sourc
         Float32(0.0),
         Float32(1.0),
     )
+
+
+def compiled_scaled_weights(dtype: torch.dtype, out: torch.dtype, *, both: bool, power_of_two: bool) -> Any:
+    """`fp8_weights_device.ScaledWeights`, as above. ``out``: of the numbers."""
+    half, form = dtype is torch.float16, "e5m2" if out is torch.float8_e5m2 else "e4m3"
+    return _compile_scaled_weights(both, half, form, power_of_two, source_key())
+
+
+@jit_cache  # type: ignore[untyped-decorator]
+def _compile_scaled_weights(both: bool, half: bool, form: str, power_of_two: bool, _source: str) -> Any:
+    kernel = fp8_weights_device.ScaledWeights(both=both, form=form, half=half, power_of_two=power_of_two)
+    numbers = _words(3), _words(3) if both else None
+    arrays = _numbers(Int32, 1), _numbers(Float32, 1)
+    return _compile(kernel, _words(3), _numbers(Int32, 1), *numbers, *arrays, Float32(0.0), Float32(1.0))
 
 
 def _words(rank: int) -> Any:

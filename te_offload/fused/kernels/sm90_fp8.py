@@ -7,7 +7,7 @@ no split size reaches the host; no weight is copied; two runs give the same bits
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,12 @@ import torch
 from te_offload.fused.kernels import fp8, sm90_fp8_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.interface import Orders, TileCount, TileOrder
+from te_offload.fused.kernels.fp8_weights import ScaledWeightQuantizers
+from te_offload.fused.kernels.interface import Activation, Orders, TileCount, TileOrder
 from te_offload.fused.kernels.sm90 import DTYPE_NAMES, Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import Tile
+from te_offload.fused.kernels.sm90_tiles import tile_for
 from te_offload.ops.scaling import Scaling
 
 
@@ -35,9 +37,14 @@ class Way(NamedTuple):
 class Sm90Fp8Kernels(Sm90Kernels):
     """See `Sm90Kernels`; ``fast`` asks for sums in the tensor cores alone, as Transformer Engine's forward does."""
 
+    def __init__(self, activation: Activation, tiles: Callable[..., Tile] = tile_for) -> None:
+        super().__init__(activation, tiles)
+        self._weights = ScaledWeightQuantizers()
+
     def quantize_weights(self, weights: Experts, scaling: Scaling, *, by_column: bool = True) -> QuantizedWeights:
         """See `Fp8Kernels.quantize_weights`."""
-        return fp8.quantize_weights(weights, scaling, by_column=by_column)
+        quantize = self._weights.quantize if scaling.given is None else fp8.quantize_weights
+        return quantize(weights, scaling, by_column=by_column)
 
     def take_weights(
         self, name: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor], inverses: torch.Tensor

@@ -51,8 +51,9 @@ _SINGLE_BLOCK: Tiles = ((Tile(128, 128, 1, 1), 1.0),)
 _SINGLE_APART: Tiles = ((Tile(128, 128, 1, 1, apart=True), 1.0),)
 _BLOCKS_APART: Tiles = (*_SINGLE_APART, (Tile(128, 128, 1, 2, apart=True), 0.96))
 _BLOCKS_ABOVE: Tiles = ((Tile(128, 128), 1.0),)
-_BLOCKS_BESIDE: Tiles = ((Tile(128, 128, 1, 2), 1.0),)
-_SPLIT_MANY: Tiles = ((Tile(128, 128, 1, 2), 0.98), (Tile(128, 128), 1.0))
+_ABOVE_APART: Tiles = ((Tile(128, 128, apart=True), 1.0),)
+_BESIDE_APART: Tiles = ((Tile(128, 128, 1, 2, apart=True), 1.0),)
+_SPLIT_MANY: Tiles = ((Tile(128, 128, 1, 2, apart=True), 0.95), (Tile(128, 128), 1.0))
 # Measured on H200s and H100s (docs/results/): each tile with its time a padded element of the result, relative to the
 # first one's. Weights that are read transposed want a tile of whole strips of 32 or 64 columns: others lie in shared memory
 # in strips of 16 (in tiles of 208 FC1's dgrad took 1.65 ms, in tiles of 192 0.97).
@@ -137,20 +138,18 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ("fp8 split deep", Regime.SOME): _SINGLE_BLOCK,
     ("fp8 split deep", Regime.USUAL): (*_SINGLE_BLOCK, (Tile(128, 128, 1, 2), 0.98)),
     ("fp8 split deep", Regime.MANY): _SPLIT_MANY,
-    ("fp8 split dact", Regime.USUAL): _SINGLE_BLOCK,
-    ("fp8 split dact", Regime.MANY): _BLOCKS_ABOVE,
-    ("fp8 split wgrad", Regime.FEW): _BLOCKS_BESIDE,
-    ("fp8 split wgrad", Regime.SOME): _BLOCKS_BESIDE,
+    ("fp8 split dact", Regime.USUAL): _SINGLE_APART,
+    ("fp8 split dact", Regime.MANY): _ABOVE_APART,
     ("fp8 split wgrad", Regime.USUAL): _SINGLE_APART,
-    ("fp8 split wgrad", Regime.MANY): _BLOCKS_BESIDE,
+    ("fp8 split wgrad", Regime.MANY): _BESIDE_APART,
     ("blocks", Regime.USUAL): _BLOCKS_APART,
-    ("blocks deep", Regime.USUAL): _SINGLE_BLOCK,
-    ("blocks deep", Regime.MANY): _BLOCKS_ABOVE,
+    ("blocks deep", Regime.USUAL): _BLOCKS_APART,
+    ("blocks deep", Regime.MANY): _SPLIT_MANY,
     ("blocks dact", Regime.USUAL): _SINGLE_BLOCK,
     ("blocks dact deep", Regime.USUAL): _SINGLE_BLOCK,
     ("blocks dact deep", Regime.MANY): _BLOCKS_ABOVE,
     ("blocks wgrad", Regime.USUAL): _SINGLE_APART,
-    ("blocks wgrad", Regime.MANY): _BLOCKS_BESIDE,
+    ("blocks wgrad", Regime.MANY): _BESIDE_APART,
 }
 
 
