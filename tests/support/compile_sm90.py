@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from te_offload.fused.kernels import (
     blocks,
     fp8,
+    fp8_current,
     fp8_glu,
-    fp8_weights,
     sm90,
     sm90_block_glu,
     sm90_blocks,
@@ -65,10 +65,12 @@ class Launches:
             compiled_row_quantizer=compile_only(sm90_compile.compiled_row_quantizer),
             compiled_weight_quantizer=compile_only(sm90_compile.compiled_weight_quantizer),
             compiled_scaled_weights=compile_only(sm90_compile.compiled_scaled_weights),
+            compiled_scaled_rows=compile_only(sm90_compile.compiled_scaled_rows),
             compiled_pair_quantizer=compile_only(sm90_compile.compiled_pair_quantizer),
         )
-        vars(fp8_glu)["sm90_compile"] = vars(fp8_weights)["sm90_compile"] = compiled
-        vars(blocks).update({"sm90_compile": compiled, "_aligned": lambda x: x})  # a fake one has no address
+        vars(fp8_glu)["sm90_compile"] = compiled
+        vars(fp8_current).update({"sm90_compile": compiled, "aligned": lambda x: x})
+        vars(blocks).update({"sm90_compile": compiled, "aligned": lambda x: x})  # a fake one has no address
         vars(sm90).update({"get_max_active_clusters": any_number, "sm90_compile": compiled})
         vars(sm90_launch)["run_gemm_epi_plan"] = self
         quack.gemm_runtime.host.get_max_active_clusters = any_number
@@ -155,6 +157,8 @@ def compile_fp8(activation: Activation, tokens: int) -> int:
     for by_column in (False, True):
         wide_weights = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=torch.bfloat16), table)
         kernels.quantize_weights(wide_weights, Scaling(torch.float8_e4m3fn), by_column=by_column)
+        dense, inverses = empty(tokens, HIDDEN, dtype=torch.bfloat16), empty(EXPERTS, dtype=torch.float32)
+        kernels.quantize(dense, offsets, Scaling(torch.float8_e5m2), weights=inverses, by_column=by_column)
     x, dy = rows(HIDDEN, torch.float8_e4m3fn), rows(HIDDEN, torch.float8_e5m2)
     for bias in (None, empty(EXPERTS, wide, dtype=torch.bfloat16)):
         act_input, _ = kernels.fc1_fp8(x, of_fc1, bias, scales, offsets, torch.bfloat16, fast=True, count=count)

@@ -84,7 +84,7 @@ class Quantizers:
             sm90_compile.compiled_row_quantizer, x.dtype, scaling, by_row=by_row, columns=columns, **kind
         )
         numbers = 1.0 if clamp is None else clamp, scaling.epsilon, torch.finfo(x.dtype).max
-        compiled(_words(_aligned(x)), router, offsets, *_both(rows), *_both(found), *numbers)
+        compiled(_words(aligned(x)), router, offsets, *_both(rows), *_both(found), *numbers)
         return rows, found
 
     def weights(self, weights: Experts, scaling: BlockScaling, *, by_column: bool) -> BlockWeights:
@@ -118,8 +118,8 @@ class Quantizers:
         return function
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """What is ours begins at such an address anyway, and `Experts` sees to it for weights."""
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Rows whose memory begins where a thread may read 16 bytes at once, as ours does, and weights', by `Experts`."""
     return x if x.data_ptr() % _ALIGNED == 0 else x.clone()
 
 

@@ -110,7 +110,7 @@ def factors_of(one: torch.Tensor, other: torch.Tensor, columns: int) -> torch.Te
 
 def quantize_weights(weights: Experts, scaling: Scaling, *, by_column: bool = True) -> QuantizedWeights:
     """All experts' weights in FP8 by scales that are given, as they lie, and the other way round if asked for. They are
-    read once. `fp8_weights` has current scaling.
+    read once. `fp8_current` has current scaling.
     """
     assert scaling.given is not None and scaling.kept is not None
     count, (rows, columns), device = weights.table.shape[0], weights.view.shape[1:], weights.view.device

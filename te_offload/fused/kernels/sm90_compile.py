@@ -28,8 +28,8 @@ from quack.gemm_tvm_ffi_utils import (
 from te_offload.fused.kernels import (
     block_device,
     block_glu_device,
+    fp8_current_device,
     fp8_glu_device,
-    fp8_weights_device,
     rows_device,
     sm90_apart,
     sm90_block_device,
@@ -52,7 +52,7 @@ def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
     gemms = sm90_apart, sm90_experts, sm90_order, sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
     gated = sm90_glu_device, sm90_fp8_glu_device, sm90_block_glu_device
-    quantizers = block_device, block_glu_device, fp8_glu_device, fp8_weights_device
+    quantizers = block_device, block_glu_device, fp8_glu_device, fp8_current_device
     modules = *gemms, *gated, *quantizers, rows_device, sys.modules[__name__]
     sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
@@ -233,8 +233,7 @@ def compiled_pair_quantizer(
         dtype: bf16 or fp16. out: of the numbers. pairs: the ``interleave``.
     """
     of_gate = None if gated is None else (gated.gate.name, gated.numbers)
-    half, form = dtype is torch.float16, "e5m2" if out is torch.float8_e5m2 else "e4m3"
-    return _compile_pair_quantizer(of_gate, pairs, by_column, half, form, source_key())
+    return _compile_pair_quantizer(of_gate, pairs, by_column, dtype is torch.float16, _form(out), source_key())
 
 
 @jit_cache  # type: ignore[untyped-decorator]
@@ -285,17 +284,30 @@ def _compile_weight_quantizer(both: bool, half: bool, power_of_two: bool, _sourc
 
 
 def compiled_scaled_weights(dtype: torch.dtype, out: torch.dtype, *, both: bool, power_of_two: bool) -> Any:
-    """`fp8_weights_device.ScaledWeights`, as above. ``out``: of the numbers."""
-    half, form = dtype is torch.float16, "e5m2" if out is torch.float8_e5m2 else "e4m3"
-    return _compile_scaled_weights(both, half, form, power_of_two, source_key())
+    """`fp8_current_device.ScaledWeights`, as above. ``out``: of the numbers."""
+    return _compile_current("ScaledWeights", both, dtype is torch.float16, _form(out), power_of_two, source_key())
+
+
+def compiled_scaled_rows(dtype: torch.dtype, out: torch.dtype, *, both: bool, power_of_two: bool) -> Any:
+    """`fp8_current_device.ScaledRows`, as above."""
+    return _compile_current("ScaledRows", both, dtype is torch.float16, _form(out), power_of_two, source_key())
 
 
 @jit_cache  # type: ignore[untyped-decorator]
-def _compile_scaled_weights(both: bool, half: bool, form: str, power_of_two: bool, _source: str) -> Any:
-    kernel = fp8_weights_device.ScaledWeights(both=both, form=form, half=half, power_of_two=power_of_two)
-    numbers = _words(3), _words(3) if both else None
-    arrays = _numbers(Int32, 1), _numbers(Float32, 1)
-    return _compile(kernel, _words(3), _numbers(Int32, 1), *numbers, *arrays, Float32(0.0), Float32(1.0))
+def _compile_current(name: str, both: bool, half: bool, form: str, power_of_two: bool, _source: str) -> Any:
+    kernel = getattr(fp8_current_device, name)(both=both, form=form, half=half, power_of_two=power_of_two)
+    rank = 3 if name == "ScaledWeights" else 2
+    given = [_words(rank), _numbers(Int32, 1), _words(rank), _words(rank) if both else None, _numbers(Int32, 1)]
+    of_scales = [_numbers(Float32, 1)]
+    if name == "ScaledRows":
+        given.insert(2, _numbers(Float32, 1))
+        of_scales *= 3
+    return _compile(kernel, *given, *of_scales, Float32(0.0), Float32(1.0))
+
+
+def _form(dtype: torch.dtype) -> str:
+    """As PTX calls it."""
+    return "e5m2" if dtype is torch.float8_e5m2 else "e4m3"
 
 
 def _words(rank: int) -> Any:

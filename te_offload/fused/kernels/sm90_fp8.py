@@ -14,8 +14,8 @@ import torch
 
 from te_offload.fused.kernels import fp8, sm90_fp8_device
 from te_offload.fused.kernels.experts import Experts
+from te_offload.fused.kernels.fp8_current import CurrentQuantizers
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.fp8_weights import ScaledWeightQuantizers
 from te_offload.fused.kernels.interface import Activation, Orders, TileCount, TileOrder
 from te_offload.fused.kernels.sm90 import DTYPE_NAMES, Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
@@ -39,11 +39,11 @@ class Sm90Fp8Kernels(Sm90Kernels):
 
     def __init__(self, activation: Activation, tiles: Callable[..., Tile] = tile_for) -> None:
         super().__init__(activation, tiles)
-        self._weights = ScaledWeightQuantizers()
+        self._current = CurrentQuantizers()
 
     def quantize_weights(self, weights: Experts, scaling: Scaling, *, by_column: bool = True) -> QuantizedWeights:
         """See `Fp8Kernels.quantize_weights`."""
-        quantize = self._weights.quantize if scaling.given is None else fp8.quantize_weights
+        quantize = self._current.weights if scaling.given is None else fp8.quantize_weights
         return quantize(weights, scaling, by_column=by_column)
 
     def take_weights(
@@ -65,6 +65,8 @@ class Sm90Fp8Kernels(Sm90Kernels):
         by_column: bool = False,
     ) -> QuantizedRows:
         """See `Fp8Kernels.quantize`."""
+        if magnitudes is None and router is None and scaling.given is None:
+            return self._current.rows(x, offsets, scaling, weights=weights, by_column=by_column)
         activation = None if router is None else (self._activation, router)
         return fp8.quantize(
             x,
