@@ -296,13 +296,12 @@ def compiled_scaled_rows(dtype: torch.dtype, out: torch.dtype, *, both: bool, po
 @jit_cache  # type: ignore[untyped-decorator]
 def _compile_current(name: str, both: bool, half: bool, form: str, power_of_two: bool, _source: str) -> Any:
     kernel = getattr(fp8_current_device, name)(both=both, form=form, half=half, power_of_two=power_of_two)
-    rank = 3 if name == "ScaledWeights" else 2
-    given = [_words(rank), _numbers(Int32, 1), _words(rank), _words(rank) if both else None, _numbers(Int32, 1)]
-    of_scales = [_numbers(Float32, 1)]
+    rank, others, of_rows = 3, [], []
     if name == "ScaledRows":
-        given.insert(2, _numbers(Float32, 1))
-        of_scales *= 3
-    return _compile(kernel, *given, *of_scales, Float32(0.0), Float32(1.0))
+        rank, others, of_rows = 2, [_numbers(Float32, 1)], [_numbers(Float32, 1), _numbers(Float32, 1)]
+    numbers = _words(rank), _words(rank) if both else None
+    of_scales = _numbers(Int32, 1), _numbers(Float32, 1), *of_rows
+    return _compile(kernel, _words(rank), _numbers(Int32, 1), *others, *numbers, *of_scales, Float32(0.0), Float32(1.0))
 
 
 def _form(dtype: torch.dtype) -> str:
