@@ -157,10 +157,9 @@ class Fp8Case:
         target = torch.empty_like(source)
         rate = 2 * source.nbytes / milliseconds(lambda: target.copy_(source))  # bytes a millisecond, read and written
         x_size, act_size, weight_size = x.numel(), act_input.numel(), 2 * experts * hidden * ffn
-        # a number of bf16 is 2 bytes, looked at for the magnitude and again for the number, of weights once for both; what
-        # an epilogue makes is looked at there
-        of_forward = x_size * (2 + 2 + 1) + act_size * (2 + 1)
-        of_backward = x_size * (2 + 2 + 1 + 1) + x_size * (1 + 1) + act_size * (2 + 1) + act_size * (2 + 1 + 1)
+        # a number of bf16 is 2 bytes, read once for the magnitude and the number; what an epilogue makes is looked at there
+        of_forward = x_size * (2 + 1) + act_size * (2 + 1)
+        of_backward = x_size * (2 + 1 + 1) + x_size * (1 + 1) + act_size * (2 + 1) + act_size * (2 + 1 + 1)
         both_ways = weight_size * (2 + 1 + 1)
         products = {"forward": milliseconds(forward), "step": milliseconds(step)}
         nbytes = {"forward": of_forward, "step": of_forward + of_backward}
