@@ -17,9 +17,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import T
 
-from te_offload.fused.kernels.block_device import RowQuantizer, asm
+from te_offload.fused.kernels.block_device import RowQuantizer
 from te_offload.fused.kernels.interface import Gated
 from te_offload.fused.kernels.sm90_glu_device import KINDS, numbers_of
+from te_offload.fused.kernels.tile_device import asm
 
 _LOW, _HIGH = 0x5410, 0x7632  # the first number of each of two words, and the second
 

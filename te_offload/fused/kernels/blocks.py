@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from te_offload.fused.kernels import block_device, sm90_compile
+from te_offload.fused.kernels import block_device, sm90_compile, tile_device
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts, ExpertsCache
 from te_offload.fused.kernels.fp8 import padded_tokens
@@ -22,7 +22,7 @@ from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90_launch import COMPILING
 from te_offload.ops.scaling import BlockScaling
 
-BLOCK, NOT, SAVED, TURNED = block_device.BLOCK, block_device.NOT, block_device.SAVED, block_device.TURNED
+BLOCK, NOT, SAVED, TURNED = tile_device.BLOCK, block_device.NOT, block_device.SAVED, block_device.TURNED
 _ALIGNED = 16  # bytes that a thread reads at once
 
 

@@ -1,6 +1,6 @@
-"""Quantizers in CuTe DSL for current scaling in FP8 on Hopper, one scale a weight or an expert's rows; see `block_device`.
+"""Quantizers in CuTe DSL for current scaling in FP8 on Hopper, one scale a weight or an expert's rows; see `tile_device`.
 
-In: nothing when imported. Out: kernel classes, which `sm90_compile` compiles. Keeps true: as `block_device`; a weight, or
+In: nothing when imported. Out: kernel classes, which `sm90_compile` compiles. Keeps true: as `tile_device`; a weight, or
 an expert's rows, that the L2 cache can hold are read from memory once. Does not: launch, or take scales that are known
 beforehand (`fp8_device`). Needs quack-kernels.
 
@@ -22,8 +22,8 @@ from cutlass import Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
-from te_offload.fused.kernels.block_device import _RESIDENT_WEIGHTS, _THREADS, _WARP, _WARPS, BLOCK, _Tile, in_fp8
 from te_offload.fused.kernels.rows_device import inclusive_sum
+from te_offload.fused.kernels.tile_device import BLOCK, RESIDENT_WEIGHTS, THREADS, WARP, WARPS, TileQuantizer, in_fp8
 
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 # What CUTLASS has for TMA (cute/arch/copy_sm90_desc.hpp, CacheHintSm90): the last, and the first to leave the L2 cache.
@@ -33,13 +33,13 @@ _STAYS, _LEAVES = 0x14F0000000000000, 0x12F0000000000000
 _BETWEEN_WEIGHTS, _BETWEEN_ROWS = 132, 264
 
 
-class _Current(_Tile):
+class _Current(TileQuantizer):
     """What both quantizers share. ``work`` (2 N + 1,) int32, zeros: how many tasks are taken, and of each of N scales the
     magnitude's bits and how many tiles have added theirs.
 
     Args:
         both: whether numbers are written the other way round too. form: of the numbers, ``"e4m3"`` or ``"e5m2"``. others:
-            of `_Tile`.
+            of `TileQuantizer`.
     """
 
     def __init__(self, *, both: bool, form: str, **others: Any) -> None:
@@ -51,7 +51,7 @@ class _Current(_Tile):
     @cute.jit
     def take(self, work, thread):
         """The number of a block's task, and shared memory for eight words, which all threads have read once they meet."""
-        shared = cute.make_tensor(cute.arch.alloc_smem(Int32, _WARPS, alignment=16), cute.make_layout((_WARPS,)))
+        shared = cute.make_tensor(cute.arch.alloc_smem(Int32, WARPS, alignment=16), cute.make_layout((WARPS,)))
         if thread == 0:
             shared[0] = cute.arch.atomic_add(work.iterator, Int32(1), sem="relaxed", scope="gpu")
         cute.arch.sync_threads()
@@ -70,10 +70,10 @@ class _Current(_Tile):
         """A tile's magnitude to those of its scale."""
         largest = self.largest_of(value)
         if lane == 0:
-            shared[thread // _WARP] = largest
+            shared[thread // WARP] = largest
         cute.arch.sync_threads()
         if thread == 0:
-            for warp in cutlass.range_constexpr(1, _WARPS):
+            for warp in cutlass.range_constexpr(1, WARPS):
                 largest = self.larger(largest, shared[warp])
             # The bits of numbers that are not negative are in their order.
             cute.arch.atomic_max(work.iterator + 1 + 2 * which, largest & 0xFFFF, sem="relaxed", scope="gpu")
@@ -103,7 +103,7 @@ class _Current(_Tile):
         return numbers
 
     def get(self, of: Any, words: Any, hint: Any) -> None:
-        """See `_Tile.get`."""
+        """See `TileQuantizer.get`."""
         found = llvm.inline_asm(
             llvm.StructType.get_literal([T.i32()] * 4),
             [of.iterator.toint().ir_value(), hint.ir_value()],
@@ -117,7 +117,7 @@ class _Current(_Tile):
             words[place] = Int32(llvm.extractvalue(T.i32(), found, [place]))
 
     def put(self, words: Any, to: Any) -> None:
-        """See `_Tile.put`; they are the first to leave the L2 cache."""
+        """See `TileQuantizer.put`; they are the first to leave the L2 cache."""
         count = cute.size(words.shape)
         llvm.inline_asm(
             None,
@@ -141,9 +141,9 @@ class ScaledWeights(_Current):
         tiles = cute.ceil_div(weights.shape[1], BLOCK) * cute.ceil_div(2 * weights.shape[2], BLOCK)
         self.kernel(weights, table, rows, columns, work, inverses, epsilon, most).launch(
             grid=[2 * tiles * table.shape[0], 1, 1],
-            block=[_THREADS, 1, 1],
+            block=[THREADS, 1, 1],
             stream=stream,
-            min_blocks_per_mp=_RESIDENT_WEIGHTS,
+            min_blocks_per_mp=RESIDENT_WEIGHTS,
             preferred_smem_carveout=50,
         )
 
@@ -208,9 +208,9 @@ class ScaledRows(_Current):
         tasks = 2 * blocks * cute.ceil_div(2 * x.shape[1], BLOCK) + _BETWEEN_ROWS
         self.kernel(x, offsets, others, rows, columns, work, inverses, scales, factors, epsilon, most).launch(
             grid=[tasks, 1, 1],
-            block=[_THREADS, 1, 1],
+            block=[THREADS, 1, 1],
             stream=stream,
-            min_blocks_per_mp=_RESIDENT_WEIGHTS,
+            min_blocks_per_mp=RESIDENT_WEIGHTS,
             preferred_smem_carveout=50,
         )
 
@@ -252,7 +252,7 @@ class ScaledRows(_Current):
     def write_those_of_none(self, offsets, inverses, thread, epsilon, most):
         """One over the scale of each expert without rows."""
         _, inverse = self.scale_of(Int32(0), epsilon, most)
-        for expert in cutlass.range(thread, Int32(offsets.shape[0]) - 1, _THREADS):
+        for expert in cutlass.range(thread, Int32(offsets.shape[0]) - 1, THREADS):
             if offsets[expert] == offsets[expert + 1]:
                 inverses[expert] = inverse
 
@@ -267,7 +267,7 @@ class ScaledRows(_Current):
         is_magnitude, expert, tile, tiles, others = task < 0, Int32(0), Int32(0), Int32(0), Int32(0)
         before, done = Int32(0), Int32(0)
         experts = Int32(offsets.shape[0]) - 1
-        for begin in cutlass.range(0, experts, _WARP):
+        for begin in cutlass.range(0, experts, WARP):
             start = offsets[cutlass.min(begin + lane, experts)]
             stop = offsets[cutlass.min(begin + lane + 1, experts)]
             mine = (stop - start + BLOCK - 1) // BLOCK * beside
@@ -291,5 +291,5 @@ class ScaledRows(_Current):
                 tile = magnitude - others
                 if makes != 0:
                     tile = task - cute.arch.shuffle_sync(numbers, owner)
-            before = cute.arch.shuffle_sync(upto, _WARP - 1)
+            before = cute.arch.shuffle_sync(upto, WARP - 1)
         return is_magnitude, expert, tile, tiles, others

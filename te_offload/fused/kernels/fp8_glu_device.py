@@ -13,8 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from te_offload.fused.kernels.block_device import BLOCK, NOT, TURNED, in_fp8
+from te_offload.fused.kernels.block_device import NOT, TURNED
 from te_offload.fused.kernels.block_glu_device import GatedRowQuantizer, HalvesRowQuantizer
+from te_offload.fused.kernels.tile_device import BLOCK, in_fp8
 
 
 class _Scaled:

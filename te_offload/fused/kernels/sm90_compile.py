@@ -41,6 +41,7 @@ from te_offload.fused.kernels import (
     sm90_glu_device,
     sm90_order,
     sm90_sums,
+    tile_device,
 )
 from te_offload.fused.kernels.interface import Gate, Gated
 
@@ -52,7 +53,7 @@ def source_key() -> str:
     """Part of the key under which QuACK keeps a compiled kernel: its own code it knows, ours it does not."""
     gemms = sm90_apart, sm90_experts, sm90_order, sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
     gated = sm90_glu_device, sm90_fp8_glu_device, sm90_block_glu_device
-    quantizers = block_device, block_glu_device, fp8_glu_device, fp8_current_device
+    quantizers = tile_device, block_device, block_glu_device, fp8_glu_device, fp8_current_device
     modules = *gemms, *gated, *quantizers, rows_device, sys.modules[__name__]
     sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
