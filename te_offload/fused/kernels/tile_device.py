@@ -70,7 +70,7 @@ def in_fp8(a: Any, b: Any, c: Any, d: Any, form: str = "e4m3") -> Any:
 
 
 class TileQuantizer:
-    """What both quantizers share.
+    """What quantizers share.
 
     Args:
         half: whether numbers are fp16; else bf16. power_of_two: whether scales are.
