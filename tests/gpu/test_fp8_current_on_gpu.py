@@ -174,7 +174,7 @@ def test_rows_that_begin_at_any_address_have_the_same_numbers() -> None:
     assert torch.equal(one.rows.view(torch.uint8), other.rows.view(torch.uint8))
 
 
-def test_calls_on_several_streams_at_once_do_not_wait_for_each_other() -> None:
+def test_calls_on_several_streams_at_once_give_the_bits_of_one_after_the_other() -> None:
     quantizers, scaling = CurrentQuantizers(), Scaling(torch.float8_e4m3fn)
     weights = [weights_of(6, 1024, 2048) for _ in range(4)]
     experts = [Experts.of("weights", one) for one in weights]

@@ -24,7 +24,6 @@ from te_offload.fused.kernels.tile_device import (
     ABS,
     BLOCK,
     RESIDENT_WEIGHTS,
-    THREADS,
     WARP,
     WARPS,
     TileQuantizer,
@@ -81,13 +80,8 @@ class RowQuantizer(TileQuantizer):
         `SAVED` (T, C / 4) or `TURNED` (C, P / 4), column_scales (P / 128, C).
         """
         grid = [x.shape[0] // BLOCK + offsets.shape[0] - 1, cute.ceil_div(self.width(x), BLOCK), 1]
-        self.kernel(x, router, offsets, rows, row_scales, columns, column_scales, clamp, epsilon, most).launch(
-            grid=grid,
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=_RESIDENT_ROWS,
-            preferred_smem_carveout=50,
-        )
+        kernel = self.kernel(x, router, offsets, rows, row_scales, columns, column_scales, clamp, epsilon, most)
+        self.launch(kernel, grid, stream, resident=_RESIDENT_ROWS)
 
     @cute.kernel
     def kernel(self, x, router, offsets, rows, row_scales, columns, column_scales, clamp, epsilon, most):
@@ -253,13 +247,8 @@ class WeightQuantizer(TileQuantizer):
         (N, rows / 128, columns / 128); columns (N, columns, rows / 4), others (N, columns / 128, rows / 128).
         """
         grid = [inverses.shape[2], inverses.shape[1], inverses.shape[0]]
-        self.kernel(weights, table, rows, inverses, columns, others, epsilon, most).launch(
-            grid=grid,
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=RESIDENT_WEIGHTS,
-            preferred_smem_carveout=50,
-        )
+        kernel = self.kernel(weights, table, rows, inverses, columns, others, epsilon, most)
+        self.launch(kernel, grid, stream, resident=RESIDENT_WEIGHTS)
 
     @cute.kernel
     def kernel(self, weights, table, rows, inverses, columns, others, epsilon, most):
@@ -284,12 +273,7 @@ class WeightQuantizer(TileQuantizer):
             inverses[expert, part, other] = inverse
             if const_expr(self.both):
                 others[expert, other, part] = inverse
-        numbers = cute.make_rmem_tensor((2, 4, 2), Int32)
-        for half in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(4):
-                for word in cutlass.range_constexpr(2):
-                    low, high = self.wide(value[2 * word, i, half]), self.wide(value[2 * word + 1, i, half])
-                    numbers[word, i, half] = in_fp8(low[0] * scale, low[1] * scale, high[0] * scale, high[1] * scale)
+        numbers = self.numbers_of(value, scale)
         self.write(rows[expert, None, None], numbers, first, end, four, place, there)
         if const_expr(self.both):
             turned = self.turned(numbers, group, four)

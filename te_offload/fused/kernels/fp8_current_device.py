@@ -19,13 +19,11 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T
+from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, StoreCacheMode
 
 from te_offload.fused.kernels.rows_device import inclusive_sum
-from te_offload.fused.kernels.tile_device import BLOCK, RESIDENT_WEIGHTS, THREADS, WARP, WARPS, TileQuantizer, in_fp8
+from te_offload.fused.kernels.tile_device import BLOCK, RESIDENT_WEIGHTS, THREADS, WARP, WARPS, TileQuantizer
 
-_LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 # What CUTLASS has for TMA (cute/arch/copy_sm90_desc.hpp, CacheHintSm90): the last, and the first to leave the L2 cache.
 _STAYS, _LEAVES = 0x14F0000000000000, 0x12F0000000000000
 # Tiles whose magnitudes come between the last one that numbers need and the first of these, by what was quickest on an H100
@@ -38,15 +36,13 @@ class _Current(TileQuantizer):
     magnitude's bits and how many tiles have added theirs.
 
     Args:
-        both: whether numbers are written the other way round too. form: of the numbers, ``"e4m3"`` or ``"e5m2"``. others:
-            of `TileQuantizer`.
+        both: whether numbers are written the other way round too. form, others: of `TileQuantizer`.
     """
 
     def __init__(self, *, both: bool, form: str, **others: Any) -> None:
         super().__init__(**others)
         self.both = both
         self.form = form
-        self.largest = _LARGEST[form]
 
     @cute.jit
     def take(self, work, thread):
@@ -91,43 +87,14 @@ class _Current(TileQuantizer):
         cute.arch.sync_threads()
         return self.scale_of(shared[0], epsilon, most)
 
-    @cute.jit
-    def numbers_of(self, value, scale):
-        """(2 words, 4 rows, 2 halves)."""
-        numbers = cute.make_rmem_tensor((2, 4, 2), Int32)
-        for half in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(4):
-                for word in cutlass.range_constexpr(2):
-                    low, high = self.wide(value[2 * word, i, half]), self.wide(value[2 * word + 1, i, half])
-                    numbers[word, i, half] = in_fp8(*[one * scale for one in (*low, *high)], self.form)
-        return numbers
-
     def get(self, of: Any, words: Any, hint: Any) -> None:
         """See `TileQuantizer.get`."""
-        found = llvm.inline_asm(
-            llvm.StructType.get_literal([T.i32()] * 4),
-            [of.iterator.toint().ir_value(), hint.ir_value()],
-            "ld.global.L2::cache_hint.v4.b32 {$0, $1, $2, $3}, [$4], $5;",
-            "=r,=r,=r,=r,l,l",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-        for place in range(4):
-            words[place] = Int32(llvm.extractvalue(T.i32(), found, [place]))
+        cute.copy(cute.make_copy_atom(CopyG2ROp(), Int32, num_bits_per_copy=128), of, words, cache_policy=hint)
 
     def put(self, words: Any, to: Any) -> None:
         """See `TileQuantizer.put`; they are the first to leave the L2 cache."""
-        count = cute.size(words.shape)
-        llvm.inline_asm(
-            None,
-            [to.iterator.toint().ir_value(), *[words[place].ir_value() for place in range(count)]],
-            f"st.global.cs.v{count}.b32 [$0], {{{', '.join(f'${1 + place}' for place in range(count))}}};",
-            "l" + ",r" * count,
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
+        ways = {"num_bits_per_copy": 32 * cute.size(words.shape), "store_cache_mode": StoreCacheMode.STREAMING}
+        cute.copy(cute.make_copy_atom(CopyR2GOp(), Int32, **ways), words, to)
 
 
 class ScaledWeights(_Current):
@@ -139,13 +106,8 @@ class ScaledWeights(_Current):
         (N, columns, rows / 4); inverses (N,).
         """
         tiles = cute.ceil_div(weights.shape[1], BLOCK) * cute.ceil_div(2 * weights.shape[2], BLOCK)
-        self.kernel(weights, table, rows, columns, work, inverses, epsilon, most).launch(
-            grid=[2 * tiles * table.shape[0], 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=RESIDENT_WEIGHTS,
-            preferred_smem_carveout=50,
-        )
+        kernel = self.kernel(weights, table, rows, columns, work, inverses, epsilon, most)
+        self.launch(kernel, [2 * tiles * table.shape[0], 1, 1], stream, resident=RESIDENT_WEIGHTS)
 
     @cute.kernel
     def kernel(self, weights, table, rows, columns, work, inverses, epsilon, most):
@@ -206,13 +168,8 @@ class ScaledRows(_Current):
         """
         blocks = x.shape[0] // BLOCK + offsets.shape[0] - 1  # at most
         tasks = 2 * blocks * cute.ceil_div(2 * x.shape[1], BLOCK) + _BETWEEN_ROWS
-        self.kernel(x, offsets, others, rows, columns, work, inverses, scales, factors, epsilon, most).launch(
-            grid=[tasks, 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=RESIDENT_WEIGHTS,
-            preferred_smem_carveout=50,
-        )
+        kernel = self.kernel(x, offsets, others, rows, columns, work, inverses, scales, factors, epsilon, most)
+        self.launch(kernel, [tasks, 1, 1], stream, resident=RESIDENT_WEIGHTS)
 
     @cute.kernel
     def kernel(self, x, offsets, others, rows, columns, work, inverses, scales, factors, epsilon, most):

@@ -25,6 +25,7 @@ BLOCK = 128
 THREADS, WARPS, WARP = 256, 8, 32
 ABS = 0x7FFF7FFF
 """Of a word of two numbers what is not their signs."""
+_LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 RESIDENT_WEIGHTS = 3
 """Tiles of weights that an SM works on at a time, by what was quickest on an H200 (docs/results/)."""
 
@@ -76,14 +77,24 @@ class TileQuantizer:
         half: whether numbers are fp16; else bf16. power_of_two: whether scales are.
 
     Attributes:
-        largest: of the numbers that are made.
+        form: of the numbers that are made, ``"e4m3"`` or ``"e5m2"``.
     """
 
-    largest = 448.0
+    form = "e4m3"
 
     def __init__(self, *, half: bool, power_of_two: bool) -> None:
         self.half = half
         self.power_of_two = power_of_two
+
+    def launch(self, kernel: Any, grid: list[Any], stream: Any, *, resident: int) -> None:
+        """``resident``: how many blocks of threads an SM is to run at a time, of which each has a tile."""
+        kernel.launch(
+            grid=grid,
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=resident,
+            preferred_smem_carveout=50,
+        )
 
     def larger(self, one: Any, other: Any) -> Any:
         """Of two words of magnitudes, number by number; NaN is none."""
@@ -110,7 +121,7 @@ class TileQuantizer:
         """The scale of the magnitude whose bits are the low 16, and one over it."""
         magnitude = cute.arch.fmax(self.wide(bits & 0xFFFF)[0], epsilon)
         infinite = _float(Int32(0x7F800000))
-        scale = _divide(Float32(self.largest), magnitude)
+        scale = _divide(Float32(_LARGEST[self.form]), magnitude)
         if scale == infinite:
             scale = most
         if (magnitude == 0.0) | (magnitude == infinite):
@@ -130,6 +141,17 @@ class TileQuantizer:
         for power in cutlass.range_constexpr(5):
             largest = self.larger(largest, cute.arch.shuffle_sync_bfly(largest, 1 << power))
         return self.larger(largest, pick_bytes(largest, largest, 0x1032))
+
+    @cute.jit
+    def numbers_of(self, value, scale):
+        """FP8 of what was read, by one scale: (2 words, 4 rows, 2 halves)."""
+        numbers = cute.make_rmem_tensor((2, 4, 2), Int32)
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                for word in cutlass.range_constexpr(2):
+                    low, high = self.wide(value[2 * word, i, half]), self.wide(value[2 * word + 1, i, half])
+                    numbers[word, i, half] = in_fp8(*[one * scale for one in (*low, *high)], self.form)
+        return numbers
 
     @cute.jit
     def read(self, matrix, first, end, four, place, there, hint=None):
