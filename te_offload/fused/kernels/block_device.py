@@ -29,6 +29,7 @@ from te_offload.fused.kernels.tile_device import (
     TileQuantizer,
     in_fp8,
     pick_bytes,
+    shared_words,
 )
 
 NOT, SAVED, TURNED = range(3)
@@ -89,7 +90,14 @@ class RowQuantizer(TileQuantizer):
         thread, _, _ = cute.arch.thread_idx()
         block, part, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
-        first, end = _place_of(block, offsets, lane)
+        shared = shared_words(2)
+        if thread < WARP:  # one looks for all
+            first, end = _place_of(block, offsets, lane)
+            if lane == 0:
+                shared[0] = first
+                shared[1] = end
+        cute.arch.sync_threads()
+        first, end = shared[0], shared[1]
         if first < end:
             self.tile(
                 x, router, rows, row_scales, columns, column_scales, clamp, epsilon, most, thread, lane, block, part, first,
@@ -262,7 +270,7 @@ class WeightQuantizer(TileQuantizer):
         first, end = part * BLOCK, weights.shape[1]
         value = self.read(weights[table[expert], None, None], first, end, four, place, there)
         largest = self.largest_of(value)
-        maxima = cute.make_tensor(cute.arch.alloc_smem(Int32, WARPS, alignment=16), cute.make_layout((WARPS,)))
+        maxima = shared_words(WARPS)
         if lane == 0:
             maxima[thread // 32] = largest
         cute.arch.sync_threads()

@@ -22,7 +22,15 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, StoreCacheMode
 
 from te_offload.fused.kernels.rows_device import inclusive_sum
-from te_offload.fused.kernels.tile_device import BLOCK, RESIDENT_WEIGHTS, THREADS, WARP, WARPS, TileQuantizer
+from te_offload.fused.kernels.tile_device import (
+    BLOCK,
+    RESIDENT_WEIGHTS,
+    THREADS,
+    WARP,
+    WARPS,
+    TileQuantizer,
+    shared_words,
+)
 
 # What CUTLASS has for TMA (cute/arch/copy_sm90_desc.hpp, CacheHintSm90): the last, and the first to leave the L2 cache.
 _STAYS, _LEAVES = 0x14F0000000000000, 0x12F0000000000000
@@ -44,14 +52,9 @@ class _Current(TileQuantizer):
         self.both = both
         self.form = form
 
-    @cute.jit
-    def take(self, work, thread):
-        """The number of a block's task, and shared memory for eight words, which all threads have read once they meet."""
-        shared = cute.make_tensor(cute.arch.alloc_smem(Int32, WARPS, alignment=16), cute.make_layout((WARPS,)))
-        if thread == 0:
-            shared[0] = cute.arch.atomic_add(work.iterator, Int32(1), sem="relaxed", scope="gpu")
-        cute.arch.sync_threads()
-        return shared[0], shared
+    def next_task(self, work: Any) -> Any:
+        """Of one thread of a block."""
+        return cute.arch.atomic_add(work.iterator, Int32(1), sem="relaxed", scope="gpu")
 
     @cute.jit
     def read_for(self, is_magnitude, matrix, first, end, four, place, there):
@@ -114,7 +117,11 @@ class ScaledWeights(_Current):
         """A block of threads for each task."""
         thread, _, _ = cute.arch.thread_idx()
         group, four = thread % 16, thread // 16
-        task, shared = self.take(work, thread)
+        shared = shared_words(WARPS)
+        if thread == 0:
+            shared[0] = self.next_task(work)
+        cute.arch.sync_threads()
+        task = shared[0]
         beside = cute.ceil_div(2 * weights.shape[2], BLOCK)
         tiles = cute.ceil_div(weights.shape[1], BLOCK) * beside
         is_magnitude, tile = self.tile_of(task, tiles * table.shape[0], tiles + _BETWEEN_WEIGHTS)
@@ -177,9 +184,12 @@ class ScaledRows(_Current):
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         group, four = thread % 16, thread // 16
-        task, shared = self.take(work, thread)
+        shared = shared_words(WARPS)
         beside = cute.ceil_div(2 * x.shape[1], BLOCK)
-        is_magnitude, expert, tile, tiles, before = self.tile_of(task, beside, offsets, lane)
+        if thread < WARP:
+            self.find(work, beside, offsets, shared, lane)
+        cute.arch.sync_threads()
+        task, is_magnitude, expert, tile, tiles, before = [shared[place] for place in range(6)]
         if task == 0:
             self.write_those_of_none(offsets, inverses, thread, epsilon, most)
         if tiles > 0:
@@ -187,9 +197,9 @@ class ScaledRows(_Current):
             block, part = tile // beside, tile % beside
             first, place = begin + block * BLOCK, part * 16 + group
             there = 4 * place < x.shape[1]
-            value = self.read_for(is_magnitude, x, first, end, four, place, there)
+            value = self.read_for(is_magnitude != 0, x, first, end, four, place, there)
             cute.arch.sync_threads()  # all have read the task
-            if is_magnitude:
+            if is_magnitude != 0:
                 self.add(value, work, expert, shared, thread, lane)
             else:
                 scale, inverse = self.wait(tiles, work, expert, shared, thread, epsilon, most)
@@ -204,6 +214,18 @@ class ScaledRows(_Current):
                     turned = self.turned(numbers, group, four)
                     first_word, last_word = (before // beside + block) * 32, Int32(columns.shape[1])
                     self.write_turned(turned, columns, thread, part * BLOCK, columns.shape[0], first_word, last_word)
+
+    @cute.jit
+    def find(self, work, beside, offsets, shared, lane):
+        """One warp takes the block's task and tells all threads: its number, and what `tile_of` finds."""
+        task = Int32(0)
+        if lane == 0:
+            task = self.next_task(work)
+        task = cute.arch.shuffle_sync(task, 0)
+        is_magnitude, expert, tile, tiles, before = self.tile_of(task, beside, offsets, lane)
+        if lane == 0:
+            for place, word in enumerate((task, Int32(is_magnitude), expert, tile, tiles, before)):
+                shared[place] = word
 
     @cute.jit
     def write_those_of_none(self, offsets, inverses, thread, epsilon, most):

@@ -70,6 +70,11 @@ def in_fp8(a: Any, b: Any, c: Any, d: Any, form: str = "e4m3") -> Any:
     return asm(T.i32(), text, "=r,f,f,f,f", a, b, c, d)
 
 
+def shared_words(count: int) -> Any:
+    """So many words of shared memory."""
+    return cute.make_tensor(cute.arch.alloc_smem(Int32, count, alignment=16), cute.make_layout((count,)))
+
+
 class TileQuantizer:
     """What quantizers share.
 
