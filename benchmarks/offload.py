@@ -9,7 +9,8 @@ compared with the first one's, bit for bit, before anything is timed.
 `floor` is the makespan of the step's dependency graph with times measured in the same run: each layer's forward and
 backward alone, each copy at the measured rate of the link (alone, or while both directions are busy) after its producer,
 each backward after its slots; out in the order of production, back in the order of need, any number of bytes in flight.
-What has not left the device when its backward comes may be read where it is; the floor moves it all the same.
+What has not left the device when its backward comes may be read where it is; the floor moves it all the same. Layers are
+timed in each round, and `/ floor` is the median of the rounds' ratios: a host that others use is slow in some rounds.
 
 Peak memory is torch's over one step, less what was there before it. `terms` is computed window by window (a layer's
 forward, an op's backward): what it needs beside saved tensors, as measured with a session that offloads nothing,
@@ -132,11 +133,11 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
             "peak_ahead": record.peak_ahead,
             "host_held": record.host_held,
             "host_peak": record.host_peak,
-            "floor_ms": floor_ms(record, times, link),
+            "floors_ms": [floor_ms(record, layer, link) for layer in alone],
             "peak_resident": record.peak_resident,
             "predicted_ms": record.predicted_ms,
         }
-    return {"shape": shape.title, "link": vars_of(link), "layer_ms": times, "rows": rows}
+    return {"shape": shape.title, "link": vars_of(link), "layer_ms": times, "layer_ms_by_round": alone, "rows": rows}
 
 
 def cost_of_looking(without: list[float], with_session: list[float], timed: list[bool]) -> float | None:
@@ -191,10 +192,10 @@ def table(result: dict[str, Any]) -> str:
         middle = statistics.median(row["ms"])
         cells = [row["name"], f"{middle:.2f} ({min(row['ms']):.2f}, {max(row['ms']):.2f})"]
         peak = f"{row['peak_bytes'] / 2**20:.0f}"
-        if "floor_ms" in row:
+        if "floors_ms" in row:
             rates = ", ".join("-" if row[key] is None else f"{row[key]:.1f}" for key in ("out_gbs", "back_gbs"))
             cells += [
-                f"{middle / row['floor_ms']:.3f}",
+                f"{statistics.median(ms / floor for ms, floor in zip(row['ms'], row['floors_ms'], strict=True)):.3f}",
                 f"{peak} ({row['terms_bytes'] / 2**20:.0f})",
                 f"{row['bytes_out'] / 2**20:.0f}",
                 str(row["copies_out"]),
@@ -239,7 +240,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     if arguments.json:
-        arguments.json.write_text(json.dumps({"schema": "2.0", "setting": head, "results": results}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"schema": "3.0", "setting": head, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
