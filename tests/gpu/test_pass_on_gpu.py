@@ -12,6 +12,7 @@ import torch
 from te_offload.graphs import CaptureState, CudagraphBackend, preflight
 
 pytestmark = pytest.mark.gpu
+WORKSPACES = 64 << 20  # cuBLAS's for the stream of captures, one for a forward's thread and one for a backward's
 
 
 class Block(torch.nn.Module):
@@ -117,13 +118,14 @@ def test_backward_that_works_where_it_has_read_changes_no_bit(backend: Cudagraph
 
 
 def test_graphs_of_forward_and_backward_hold_what_the_trace_takes_without_them(backend: CudagraphBackend) -> None:
-    reserved, between = [], 0
+    small = torch.nn.Linear(64, 64).cuda()
+    small(torch.ones(64, 64, device="cuda")).sum().backward()  # cuBLAS has its workspaces for this stream
+    reserved = []
     for compiler in ("aot_eager", backend):
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        between = max(between, before - torch.cuda.memory_allocated())  # what other tests hold, which no graph can use
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(Block(1024) for _ in range(4))).cuda()
         call = torch.compile(model, backend=compiler)
@@ -136,4 +138,4 @@ def test_graphs_of_forward_and_backward_hold_what_the_trace_takes_without_them(b
         torch.cuda.synchronize()
         reserved.append(torch.cuda.max_memory_reserved() - before)
         del model, call
-    assert reserved[1] <= 1.03 * reserved[0] + between + (64 << 20), (reserved, between)
+    assert reserved[1] <= 1.03 * reserved[0] + WORKSPACES + (64 << 20), reserved
