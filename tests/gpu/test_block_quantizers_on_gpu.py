@@ -27,7 +27,7 @@ from te_offload.fused.kernels import blocks, fp8  # noqa: E402 (needs quack)
 
 SIZES = (130, 0, 200, 7)
 EXPERTS, TOKENS, HIDDEN, FFN = len(SIZES), sum(SIZES) + 5, 144, 272
-MANY_SIZES = tuple(expert % 3 * 70 for expert in range(70))  # more experts than a warp has lanes
+MANY_SIZES = {count: tuple(expert % 3 * 70 for expert in range(count)) for count in (70, 300, 601)}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 SCALINGS = pytest.mark.parametrize(
     "scaling",
@@ -103,12 +103,13 @@ def test_rows_and_columns_are_those_of_torch_arithmetic(dtype: torch.dtype, scal
     assert_same_columns(turned, by_column, turned=True)
 
 
-def test_rows_of_more_experts_than_lanes_are_found() -> None:
-    x, offsets, scaling = inputs(torch.bfloat16, MANY_SIZES), offsets_of(MANY_SIZES), BlockScaling(BlockFormat.FP8)
+@pytest.mark.parametrize("sizes", list(MANY_SIZES.values()), ids=list(map(str, MANY_SIZES)))
+def test_rows_of_more_experts_than_lanes_or_threads_are_found(sizes: tuple[int, ...]) -> None:
+    x, offsets, scaling = inputs(torch.bfloat16, sizes), offsets_of(sizes), BlockScaling(BlockFormat.FP8)
     by_row, by_column = ReferenceBlockKernels(SquaredReLU()).block_rows(x, offsets, scaling, by_column=True)
     rows, turned = blocks.Quantizers().rows(x.cuda(), offsets.cuda(), scaling, columns=blocks.TURNED)
-    assert_same_rows(rows, by_row, MANY_SIZES)
-    assert_same_columns(turned, by_column, turned=True, sizes=MANY_SIZES)
+    assert_same_rows(rows, by_row, sizes)
+    assert_same_columns(turned, by_column, turned=True, sizes=sizes)
 
 
 def test_rows_that_begin_at_any_address_are_read() -> None:

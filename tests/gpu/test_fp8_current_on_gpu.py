@@ -99,6 +99,7 @@ SPLITS = {
     "empty at both ends": (0, 128, 129, 0),
     "one with more than are in flight": (40, 9000, 0, 24),
     "more experts than lanes": tuple(range(70)),
+    "more experts than threads": (0,) * 40 + tuple(expert % 5 * 33 for expert in range(300)) + (0,) * 300 + (7,),
     "none": (0, 0),
 }
 

@@ -18,18 +18,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from te_offload.fused.kernels.rows_device import inclusive_sum
 from te_offload.fused.kernels.sm90_device import squared_relu
 from te_offload.fused.kernels.tile_device import (
     ABS,
     BLOCK,
     RESIDENT_WEIGHTS,
-    WARP,
+    THREADS,
     WARPS,
     TileQuantizer,
     in_fp8,
     pick_bytes,
     shared_words,
+    sums_up_to,
 )
 
 NOT, SAVED, TURNED = range(3)
@@ -40,22 +40,24 @@ _RESIDENT_ROWS = 4
 
 
 @cute.jit
-def _place_of(block, offsets, lane):
-    """The first row of a block of tokens, and the end of its expert; twice 0 for a block that no expert has."""
-    first, end, before = Int32(0), Int32(0), Int32(0)
-    experts = Int32(offsets.shape[0]) - 1
-    for begin in cutlass.range(0, experts, WARP):
-        start = offsets[cutlass.min(begin + lane, experts)]
-        stop = offsets[cutlass.min(begin + lane + 1, experts)]
+def _place_of(block, offsets, thread, lane):
+    """The first row of a block of tokens, and the end of its expert; twice 0 for a block that no expert has. Each thread
+    looks at some experts.
+    """
+    shared, totals = shared_words(2), shared_words(WARPS)
+    if thread < 2:
+        shared[thread] = 0
+    before, experts = Int32(0), Int32(offsets.shape[0]) - 1
+    for begin in cutlass.range(0, experts, THREADS):
+        start = offsets[cutlass.min(begin + thread, experts)]
+        stop = offsets[cutlass.min(begin + thread + 1, experts)]
         blocks = (stop - start + BLOCK - 1) // BLOCK
-        upto = before + inclusive_sum(blocks, lane)
-        found = cute.arch.vote_ballot_sync((upto > block) & (upto - blocks <= block))
-        if found != 0:  # of one lane at most
-            owner = cute.arch.popc(found - 1)
-            first = cute.arch.shuffle_sync(start + (block - upto + blocks) * BLOCK, owner)
-            end = cute.arch.shuffle_sync(stop, owner)
-        before = cute.arch.shuffle_sync(upto, WARP - 1)
-    return first, end
+        upto, before = sums_up_to(blocks, before, totals, thread, lane)
+        if (upto > block) & (upto - blocks <= block):  # one thread at most
+            shared[0] = start + (block - upto + blocks) * BLOCK
+            shared[1] = stop
+    cute.arch.sync_threads()
+    return shared[0], shared[1]
 
 
 class RowQuantizer(TileQuantizer):
@@ -90,14 +92,7 @@ class RowQuantizer(TileQuantizer):
         thread, _, _ = cute.arch.thread_idx()
         block, part, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
-        shared = shared_words(2)
-        if thread < WARP:  # one looks for all
-            first, end = _place_of(block, offsets, lane)
-            if lane == 0:
-                shared[0] = first
-                shared[1] = end
-        cute.arch.sync_threads()
-        first, end = shared[0], shared[1]
+        first, end = _place_of(block, offsets, thread, lane)
         if first < end:
             self.tile(
                 x, router, rows, row_scales, columns, column_scales, clamp, epsilon, most, thread, lane, block, part, first,

@@ -21,7 +21,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, StoreCacheMode
 
-from te_offload.fused.kernels.rows_device import inclusive_sum
 from te_offload.fused.kernels.tile_device import (
     BLOCK,
     RESIDENT_WEIGHTS,
@@ -30,6 +29,7 @@ from te_offload.fused.kernels.tile_device import (
     WARPS,
     TileQuantizer,
     shared_words,
+    sums_up_to,
 )
 
 # What CUTLASS has for TMA (cute/arch/copy_sm90_desc.hpp, CacheHintSm90): the last, and the first to leave the L2 cache.
@@ -37,6 +37,7 @@ _STAYS, _LEAVES = 0x14F0000000000000, 0x12F0000000000000
 # Tiles whose magnitudes come between the last one that numbers need and the first of these, by what was quickest on an H100
 # (docs/results/): with fewer, numbers wait; with more, they are no longer in the L2 cache.
 _BETWEEN_WEIGHTS, _BETWEEN_ROWS = 132, 264
+_TASK, _TILES, _DONE = 0, 4, 6  # words of shared memory, of `ScaledRows`
 
 
 class _Current(TileQuantizer):
@@ -186,10 +187,8 @@ class ScaledRows(_Current):
         group, four = thread % 16, thread // 16
         shared = shared_words(WARPS)
         beside = cute.ceil_div(2 * x.shape[1], BLOCK)
-        if thread < WARP:
-            self.find(work, beside, offsets, shared, lane)
-        cute.arch.sync_threads()
-        task, is_magnitude, expert, tile, tiles, before = [shared[place] for place in range(6)]
+        self.find(work, beside, offsets, shared, thread, lane)
+        task, is_magnitude, expert, tile, tiles, before, _ = [shared[place] for place in range(_DONE + 1)]
         if task == 0:
             self.write_those_of_none(offsets, inverses, thread, epsilon, most)
         if tiles > 0:
@@ -216,16 +215,46 @@ class ScaledRows(_Current):
                     self.write_turned(turned, columns, thread, part * BLOCK, columns.shape[0], first_word, last_word)
 
     @cute.jit
-    def find(self, work, beside, offsets, shared, lane):
-        """One warp takes the block's task and tells all threads: its number, and what `tile_of` finds."""
-        task = Int32(0)
-        if lane == 0:
-            task = self.next_task(work)
-        task = cute.arch.shuffle_sync(task, 0)
-        is_magnitude, expert, tile, tiles, before = self.tile_of(task, beside, offsets, lane)
-        if lane == 0:
-            for place, word in enumerate((task, Int32(is_magnitude), expert, tile, tiles, before)):
-                shared[place] = word
+    def find(self, work, beside, offsets, shared, thread, lane):
+        """Take a task, and leave in shared memory: its number, whether it is of a magnitude, its expert, the tile among
+        those of the expert, how many these are (0: there is no task), and how many the experts before it have. Each thread
+        looks at some experts.
+
+        Magnitudes are in order, and after the last one of an expert and `_BETWEEN_ROWS` more come that expert's numbers.
+        With E tiles of experts up to one, its own S among them, these are the S tasks from 2 E - S + `_BETWEEN_ROWS` on.
+        """
+        totals = shared_words(WARPS)
+        if thread == 0:
+            shared[_TASK] = self.next_task(work)
+            shared[_TILES] = 0
+            shared[_DONE] = 0
+        before, experts = Int32(0), Int32(offsets.shape[0]) - 1
+        for begin in cutlass.range(0, experts, THREADS):
+            expert = begin + thread
+            start, stop = offsets[cutlass.min(expert, experts)], offsets[cutlass.min(expert + 1, experts)]
+            mine = (stop - start + BLOCK - 1) // BLOCK * beside
+            upto, before = sums_up_to(mine, before, totals, thread, lane)
+            task = shared[_TASK]
+            numbers = 2 * upto - mine + _BETWEEN_ROWS
+            if (numbers <= task) & (task < numbers + mine):
+                self.tell(shared, 0, expert, task - numbers, mine, upto - mine)
+            ended = cute.arch.popc(cute.arch.vote_ballot_sync(numbers + mine <= task))  # of the warp's first experts
+            if (ended > 0) & (lane == ended - 1):
+                cute.arch.atomic_max(shared.iterator + _DONE, upto, sem="relaxed", scope="cta")
+            cute.arch.sync_threads()
+            magnitude = task - shared[_DONE]
+            if (shared[_TILES] == 0) & (upto - mine <= magnitude) & (magnitude < upto):
+                self.tell(shared, 1, expert, magnitude - upto + mine, mine, upto - mine)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def tell(self, shared, is_magnitude, expert, tile, tiles, before):
+        """By the one thread whose expert a task is of."""
+        shared[_TASK + 1] = is_magnitude
+        shared[_TASK + 2] = expert
+        shared[_TASK + 3] = tile
+        shared[_TILES] = tiles
+        shared[_TILES + 1] = before
 
     @cute.jit
     def write_those_of_none(self, offsets, inverses, thread, epsilon, most):
@@ -234,41 +263,3 @@ class ScaledRows(_Current):
         for expert in cutlass.range(thread, Int32(offsets.shape[0]) - 1, THREADS):
             if offsets[expert] == offsets[expert + 1]:
                 inverses[expert] = inverse
-
-    @cute.jit
-    def tile_of(self, task, beside, offsets, lane):
-        """Whether a task is of a magnitude, its expert, the tile among those of the expert, how many these are, and how
-        many other experts have before it; where there is no task: no tiles.
-
-        Magnitudes are in order, and after the last one of an expert and `_BETWEEN_ROWS` more come that expert's numbers.
-        With E tiles of experts up to one, its own S among them, these are the S tasks from 2 E - S + `_BETWEEN_ROWS` on.
-        """
-        is_magnitude, expert, tile, tiles, others = task < 0, Int32(0), Int32(0), Int32(0), Int32(0)
-        before, done = Int32(0), Int32(0)
-        experts = Int32(offsets.shape[0]) - 1
-        for begin in cutlass.range(0, experts, WARP):
-            start = offsets[cutlass.min(begin + lane, experts)]
-            stop = offsets[cutlass.min(begin + lane + 1, experts)]
-            mine = (stop - start + BLOCK - 1) // BLOCK * beside
-            upto = before + inclusive_sum(mine, lane)
-            numbers = 2 * upto - mine + _BETWEEN_ROWS
-            ended = cute.arch.popc(cute.arch.vote_ballot_sync(numbers + mine <= task))  # of the first experts
-            if ended > 0:
-                done = cute.arch.shuffle_sync(upto, ended - 1)
-            magnitude = task - done
-            makes = cute.arch.vote_ballot_sync((numbers <= task) & (task < numbers + mine))
-            finds = cute.arch.vote_ballot_sync((upto - mine <= magnitude) & (magnitude < upto))
-            if (tiles == 0) & ((makes | finds) != 0):
-                is_magnitude = makes == 0
-                owner = makes
-                if is_magnitude:
-                    owner = finds
-                owner = cute.arch.popc(owner - 1)  # of one lane
-                expert = begin + owner
-                tiles = cute.arch.shuffle_sync(mine, owner)
-                others = cute.arch.shuffle_sync(upto - mine, owner)
-                tile = magnitude - others
-                if makes != 0:
-                    tile = task - cute.arch.shuffle_sync(numbers, owner)
-            before = cute.arch.shuffle_sync(upto, WARP - 1)
-        return is_magnitude, expert, tile, tiles, others

@@ -23,9 +23,9 @@ from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.fused.kernels.sm90_tiles import tile_for
 from te_offload.ops.scaling import Scaling
 
-# Experts up to which an expert's rows are quantized from one reading: every task looks for its expert among all. On an
-# H100 (docs/results/) that takes a quarter less than Triton's two readings with 64 experts, with 256 a fifth more.
-_READ_ONCE = 128
+# Experts up to which an expert's rows are quantized from one reading: in every task each thread looks at one of them. On an
+# H100 (docs/results/) that takes a quarter less than Triton's two readings with 64 experts, with 512 a twelfth more.
+_READ_ONCE = 256
 
 
 class Way(NamedTuple):

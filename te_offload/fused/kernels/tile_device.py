@@ -20,6 +20,8 @@ from cutlass import Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
+from te_offload.fused.kernels.rows_device import inclusive_sum
+
 BLOCK = 128
 """Rows and columns of a tile."""
 THREADS, WARPS, WARP = 256, 8, 32
@@ -73,6 +75,24 @@ def in_fp8(a: Any, b: Any, c: Any, d: Any, form: str = "e4m3") -> Any:
 def shared_words(count: int) -> Any:
     """So many words of shared memory."""
     return cute.make_tensor(cute.arch.alloc_smem(Int32, count, alignment=16), cute.make_layout((count,)))
+
+
+@cute.jit
+def sums_up_to(value, before, totals, thread, lane):
+    """Of the values of a block's threads up to each, and of all, both with what came ``before``. ``totals``: shared memory
+    for `WARPS` words.
+    """
+    upto = before + inclusive_sum(value, lane)
+    if lane == WARP - 1:
+        totals[thread // WARP] = upto - before
+    cute.arch.sync_threads()
+    for warp in cutlass.range_constexpr(WARPS):
+        total = totals[warp]
+        if warp < thread // WARP:
+            upto += total
+        before += total
+    cute.arch.sync_threads()  # they may be written again
+    return upto, before
 
 
 class TileQuantizer:
