@@ -27,7 +27,6 @@ from te_offload.ops.te_adapter.fp8 import fp8_recipe_reason, fp8_scaling, fp8_we
 from te_offload.ops.te_adapter.fusion import (
     GROUPED_LINEAR_GRAD_INPUT_KEY,
     GROUPED_LINEAR_OUTPUT_KEY,
-    STAND_INS,
     FusionFunction,
     accumulates_into_main_grad,
     active_recipe,
@@ -53,7 +52,6 @@ from te_offload.ops.te_adapter.fusion import (
     takes_grouped_path,
     tanh_srelu_supported,
     unfused_reason,
-    use_stand_ins,
 )
 from te_offload.ops.te_adapter.layouts import (
     RELEASES,
@@ -67,6 +65,7 @@ from te_offload.ops.te_adapter.layouts import (
     restore_act_input,
     save_act_input,
 )
+from te_offload.ops.te_adapter.pipeline import STAND_INS, use_stand_ins
 from te_offload.ops.te_adapter.switches import (
     NOT_OFFLOAD,
     OffloadSwitch,

@@ -6,8 +6,6 @@ not: know saved layouts.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -214,64 +212,3 @@ def register_joint_fusion(function: FusionFunction) -> None:
     functions = OperationFuser.forward_backward_fusion_functions
     if function not in functions:
         te.ops.register_forward_backward_fusion(function, prepend=True)
-
-
-STAND_INS = "_te_offload_stand_ins"  # where a basic op keeps them, and autograd's nodes of its parameters with them
-
-
-@functools.cache
-def use_stand_ins(fused: type[Any]) -> None:
-    """Have Transformer Engine's pipelines ask fused ops of a class, in each call, what passes autograd in place of the
-    parameters of their basic ops; ``None``: the parameters do. Does nothing the second time. A basic op whose parameters
-    pass themselves keeps no stand-in: it may be called in the capture of a CUDA graph, where autograd's nodes of its
-    parameters must not be those of eager steps.
-
-    Args:
-        fused: of joint fused ops, with a method ``stand_ins`` (see `HopperGroupedMLP.stand_ins`).
-    """
-    fuse, call = OperationFuser.maybe_fuse_ops, OperationFuser.__call__
-
-    @functools.wraps(fuse)
-    def maybe_fuse_ops(
-        fuser: Any,
-        is_grad_enabled: bool,
-        recipe: Any,
-        input_: torch.Tensor,
-        extra_inputs: Sequence[Sequence[torch.Tensor | None]],
-    ) -> None:
-        fuse(fuser, is_grad_enabled, recipe, input_, extra_inputs)
-        passed: list[Sequence[torch.Tensor]] | None = None
-        for op, places in fuser._forward_ops:
-            if isinstance(op, fused):
-                found = op.stand_ins(
-                    None if places[0] else input_,
-                    [extra_inputs[place] for place in places],
-                    [fuser._basic_op_params[place] for place in places],
-                    [place >= fuser.first_op_requiring_backward for place in places],
-                )
-                if found is not None:
-                    passed = passed or list(fuser._basic_op_params)
-                    for place, tensors in zip(places, found, strict=True):
-                        passed[place] = tensors
-        if is_grad_enabled:
-            for op, own, tensors in zip(
-                fuser._basic_ops, fuser._basic_op_params, passed or fuser._basic_op_params, strict=True
-            ):
-                if tensors is own:
-                    op.__dict__.pop(STAND_INS, None)
-        if passed is not None:
-            fuser._te_offload_params = fuser._basic_op_num_params, fuser._flat_basic_op_params
-            fuser._basic_op_num_params = list(map(len, passed))
-            fuser._flat_basic_op_params = list(itertools.chain.from_iterable(passed))
-
-    @functools.wraps(call)
-    def call_and_put_back(fuser: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(fuser, *args, **kwargs)
-        finally:
-            own = fuser.__dict__.pop("_te_offload_params", None)
-            if own is not None:
-                fuser._basic_op_num_params, fuser._flat_basic_op_params = own
-
-    OperationFuser.maybe_fuse_ops = maybe_fuse_ops
-    OperationFuser.__call__ = call_and_put_back

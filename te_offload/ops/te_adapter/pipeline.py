@@ -1,0 +1,190 @@
+"""Transformer Engine's pipelines around a fused op of ours: what passes autograd, and a shorter way where the op is all.
+
+In: a class of joint fused ops. Out: nothing; two methods of `OperationFuser` are replaced, once. Keeps true: results,
+gradients, saved tensors and errors are those of Transformer Engine's own pipeline; its lists are put back after each call.
+Does not: choose fusions, or quantize: under a recipe Transformer Engine's own function runs.
+
+Transformer Engine's autograd function handles any row of ops: their quantizers, extra outputs, channels between them. A
+grouped MLP is mostly a Sequential of its own and has none of that; there `_OneOp` does what is left.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformer_engine.pytorch.ops.fuser import OperationFuser
+from transformer_engine.pytorch.ops.op import OperationContext
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, restore_from_func_ctx
+
+STAND_INS = "_te_offload_stand_ins"  # where a basic op keeps them, and autograd's nodes of its parameters with them
+_ALONE = "_te_offload_alone"  # where a pipeline keeps the fused op that is all of it
+_NOT_QUANTIZED = (
+    type(None),
+    0,
+    None,
+)  # Transformer Engine's key of a pipeline's fusions: recipe, first op with a backward
+
+
+@functools.cache
+def use_stand_ins(fused: type[Any]) -> None:
+    """Have Transformer Engine's pipelines ask fused ops of a class, in each call, what passes autograd in place of the
+    parameters of their basic ops; ``None``: the parameters do. Does nothing the second time. A basic op whose parameters
+    pass themselves keeps no stand-in: it may be called in the capture of a CUDA graph, where autograd's nodes of its
+    parameters must not be those of eager steps.
+
+    Args:
+        fused: of joint fused ops, with a method ``stand_ins`` (see `HopperGroupedMLP.stand_ins`).
+    """
+    fuse, call = OperationFuser.maybe_fuse_ops, OperationFuser.__call__
+
+    @functools.wraps(fuse)
+    def maybe_fuse_ops(
+        fuser: Any,
+        is_grad_enabled: bool,
+        recipe: Any,
+        input_: torch.Tensor,
+        extra_inputs: Sequence[Sequence[torch.Tensor | None]],
+    ) -> None:
+        fuse(fuser, is_grad_enabled, recipe, input_, extra_inputs)
+        fuser.__dict__[_ALONE] = _only_op(fuser, fused)
+        passed: list[Sequence[torch.Tensor]] | None = None
+        for op, places in fuser._forward_ops:
+            if isinstance(op, fused):
+                found = op.stand_ins(
+                    None if places[0] else input_,
+                    [extra_inputs[place] for place in places],
+                    [fuser._basic_op_params[place] for place in places],
+                    [place >= fuser.first_op_requiring_backward for place in places],
+                )
+                if found is not None:
+                    passed = passed or list(fuser._basic_op_params)
+                    for place, tensors in zip(places, found, strict=True):
+                        passed[place] = tensors
+        if is_grad_enabled:
+            _forget_stand_ins(fuser, passed or fuser._basic_op_params)
+        if passed is not None:
+            fuser._te_offload_params = fuser._basic_op_num_params, fuser._flat_basic_op_params
+            fuser._basic_op_num_params = list(map(len, passed))
+            fuser._flat_basic_op_params = list(itertools.chain.from_iterable(passed))
+
+    @functools.wraps(call)
+    def call_and_put_back(
+        fuser: Any, input_: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: Any = None
+    ) -> Any:
+        op = fuser.__dict__.get(_ALONE)
+        if (
+            op is not None
+            and input_.requires_grad
+            and torch.is_grad_enabled()
+            and len(extra_inputs) == fuser.num_extra_inputs
+            and (fuser.recipe_type, 0, fuser.backward_override) == _NOT_QUANTIZED
+            and not FP8GlobalStateManager.is_fp8_enabled()
+        ):
+            inputs: list[list[Any]] = [[None] * basic.num_extra_inputs for basic in fuser._basic_ops]
+            for tensor, (place, number) in zip(extra_inputs, fuser._external_extra_input_slots, strict=True):
+                inputs[place][number] = tensor
+            passed = op.stand_ins(input_, inputs, fuser._basic_op_params, [True] * len(inputs))
+            if passed is not None:
+                _forget_stand_ins(fuser, passed)
+                return _run_alone(fuser, op, input_, extra_inputs, inputs, basic_op_kwargs, passed)
+        try:
+            return call(fuser, input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        finally:
+            own = fuser.__dict__.pop("_te_offload_params", None)
+            if own is not None:
+                fuser._basic_op_num_params, fuser._flat_basic_op_params = own
+
+    OperationFuser.maybe_fuse_ops = maybe_fuse_ops
+    OperationFuser.__call__ = call_and_put_back
+
+
+def _forget_stand_ins(fuser: Any, passed: Sequence[Sequence[torch.Tensor]]) -> None:
+    for op, own, tensors in zip(fuser._basic_ops, fuser._basic_op_params, passed, strict=True):
+        if tensors is own:
+            op.__dict__.pop(STAND_INS, None)
+
+
+def _only_op(fuser: Any, fused: type[Any]) -> Any:
+    """The fused op of a class that is all of a pipeline without quantization, forward and backward, if there is one."""
+    ways = fuser._fused_ops_cache.get(_NOT_QUANTIZED)
+    if ways is None or len(ways[0]) != 1 or not isinstance(ways[0][0][0], fused) or ways[1][0][0] is not ways[0][0][0]:
+        return None
+    channels = any(source is not None for sources in fuser._basic_op_extra_input_sources for source in sources)
+    return None if channels or fuser._public_extra_output_slots else ways[0][0][0]
+
+
+def _run_alone(
+    fuser: Any,
+    op: Any,
+    input_: torch.Tensor,
+    extra_inputs: Sequence[torch.Tensor],
+    inputs: list[list[Any]],
+    basic_op_kwargs: Any,
+    passed: Sequence[Sequence[torch.Tensor]],
+) -> torch.Tensor:
+    for basic in fuser._basic_ops:
+        basic.pre_fuser_forward(requires_grad=True)
+    kwargs = [{}] * len(inputs) if basic_op_kwargs is None else basic_op_kwargs
+    call = op, inputs, kwargs, fuser._external_extra_input_slots
+    y: torch.Tensor = _OneOp.apply(input_, call, *itertools.chain.from_iterable(passed), *extra_inputs)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _OneOp(torch.autograd.Function):
+    """A pipeline that is one joint fused op, every basic op of which needs a backward, without quantization.
+
+    It takes the input; the op, its basic ops' extra inputs and keywords, and where each given extra input belongs; what
+    passes for parameters; the extra inputs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input_: torch.Tensor, call: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
+        op, inputs, kwargs, slots = call
+        for tensor in (input_, *tensors):  # whoever frees saved tensors leaves the caller's alone
+            tensor._do_not_clear = True  # type: ignore[attr-defined]
+        contexts = [OperationContext() for _ in inputs]
+        for context in contexts:
+            context.requires_grad = True
+        y, _ = op.fuser_forward(
+            contexts,
+            input_,
+            basic_op_extra_inputs=inputs,
+            prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None,
+            basic_op_kwargs=kwargs,
+        )
+        saved: list[Any] = []
+        begins = [0]
+        for context in contexts:
+            saved += context.to_save or ()
+            context.to_save = None
+            begins.append(len(saved))
+        kept, ctx.tensor_objects = prepare_for_saving(*saved)
+        ctx.save_for_backward(*kept)
+        ctx.call = op, contexts, begins, slots
+        y._do_not_clear = True
+        result: torch.Tensor = y.requires_grad_(True)
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        op, contexts, begins, slots = ctx.call
+        saved = restore_from_func_ctx(ctx)
+        for context, (begin, end) in zip(contexts, itertools.pairwise(begins), strict=True):
+            context.saved_tensors = saved[begin:end]
+        del saved
+        dx, params, extras = op.fuser_backward(contexts, grad, basic_op_grad_extra_outputs=[[] for _ in contexts])
+        for context in contexts:
+            context.saved_tensors = None
+        return (
+            dx,
+            None,
+            *itertools.chain.from_iterable(params),
+            *[extras[place][number] for place, number in slots],
+        )
