@@ -77,7 +77,7 @@ def weight_grads(
         grads = [grad.view(shape[1:]) for grad in grads]
     if not empty:
         try:
-            multiply(kernels.prepare(f"{name}'s main_grad", grads), accumulate=accumulate)
+            multiply(kernels.prepare(f"{name}'s main_grad", grads, written=True), accumulate=accumulate)
         except ArgumentError:  # where TMA cannot reach it
             packed = torch.empty(shape, dtype=weights[0].main_grad.dtype, device=dy.device)
             multiply(kernels.prepare(f"{name}'s gradient", packed), accumulate=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import mmap
 
 import pytest
 import torch
@@ -51,6 +52,44 @@ def test_weights_of_two_kinds_are_an_error() -> None:
 def test_weight_that_tma_cannot_read_is_an_error(weight: torch.Tensor) -> None:
     with pytest.raises(ArgumentError, match="multiple of 16 bytes"):
         Experts.of("FC1", [weight])
+
+
+_NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python has a name for since 3.13
+
+
+@pytest.fixture(scope="module")
+def far_apart() -> list[torch.Tensor]:
+    """Two weights (8, 8) 32 GiB apart and a bit, in steps of 16 bytes, in memory of which two pages are there."""
+    place = (1 << 35) + TMA_BYTES
+    memory = mmap.mmap(-1, place + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    return [torch.frombuffer(memory, dtype=torch.float32, count=64, offset=at).view(8, 8) for at in (0, place)]
+
+
+def test_weights_too_far_apart_to_be_written_are_an_error(far_apart: list[torch.Tensor]) -> None:
+    with pytest.raises(ArgumentError, match=r"FC1: experts lie up to 34359738384 bytes apart, in steps of 16"):
+        ExpertsCache().get("FC1", far_apart, written=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.uint8])
+def test_weights_too_far_apart_are_read_from_a_copy_which_is_made_each_time(
+    far_apart: list[torch.Tensor], dtype: torch.dtype
+) -> None:
+    weights, cache = [weight.view(dtype) for weight in far_apart], ExpertsCache()
+    for value in (1.0, 2.0):
+        for number, weight in enumerate(far_apart):
+            weight.fill_(value + number)
+        with pytest.warns(UserWarning, match="copied in each forward and backward"):
+            experts = cache.get("FC1", weights)
+        for place, weight in zip(experts.table.tolist(), weights, strict=True):
+            assert experts.view[place].dtype == dtype and experts.view[place].data_ptr() != weight.data_ptr()
+            assert torch.equal(experts.view[place].view(torch.uint8), weight.view(torch.uint8))
+
+
+def test_weights_just_near_enough_are_read_where_they_lie(far_apart: list[torch.Tensor]) -> None:
+    first, last = far_apart
+    near = torch.as_strided(first, (4, 8), (8, 1), 2 * TMA_BYTES // 4), last[:4]
+    experts = Experts.of("FC1", near)
+    assert experts.view.data_ptr() == near[0].data_ptr() and experts.table.tolist() == [0, (1 << 31) - 1]
 
 
 def test_tensors_that_lie_in_one_are_their_own_view() -> None:

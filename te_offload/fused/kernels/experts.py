@@ -1,12 +1,13 @@
 """The weights of all experts, or their gradients, as one tensor for TMA, without copying them.
 
-In: the tensors of one GroupedLinear, wherever they lie. Out: `Experts`. Keeps true: nothing is copied or moved; who
-rebinds a weight's memory gets another value. Does not: keep the weights alive.
+In: the tensors of one GroupedLinear, wherever they lie. Out: `Experts`. Keeps true: nothing is copied or moved, but for
+weights that lie too far apart for that; who rebinds a weight's memory gets another value. Does not: keep weights alive.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,11 @@ from te_offload.errors import ArgumentError
 TMA_BYTES = 16  # what addresses and strides of a TMA descriptor must be multiples of (CUDA driver API, tensor map)
 _ADDRESS = torch.Tensor.data_ptr
 _COARSEST = 1 << 20  # bytes; a coarser step gains nothing
+_PLACES = 1 << 31  # that a TMA coordinate, and the table, can tell apart
+
+
+class TooFarApartError(ArgumentError):
+    """Tensors lie further apart than one TMA descriptor reaches."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Experts:
 
         Raises:
             ArgumentError: they are not, or one does not begin at a multiple of 16 bytes.
+            TooFarApartError: their places, in the largest step that leads to all, take more than 31 bits: they lie 32 GiB
+                apart in steps of 16 bytes, or 1 TiB in those of torch's allocator, 512.
         """
         first = weights[0]
         for number, weight in enumerate(weights):
@@ -55,6 +63,11 @@ class Experts:
                 )
         begins = [weight.data_ptr() for weight in weights]
         base, places, step = places_of(begins)
+        if max(places) >= _PLACES:
+            raise TooFarApartError(
+                f"{name}: experts lie up to {max(begins) - base} bytes apart, in steps of {step}; TMA tells {_PLACES} "
+                f"places apart, which are {_PLACES * step} bytes. Allocate them together, or use single_grouped_weight."
+            )
         size = first.element_size()
         nbytes = max(begins) - base + first.nbytes
         storage = torch._C._construct_storage_from_data_pointer(base, first.device, nbytes)
@@ -84,8 +97,9 @@ class ExpertsCache:
     def __reduce__(self) -> Any:
         return ExpertsCache, ()
 
-    def get(self, name: str, tensors: torch.Tensor | Sequence[torch.Tensor]) -> Experts:
-        """`Experts.of` the tensors, made anew only where one has moved.
+    def get(self, name: str, tensors: torch.Tensor | Sequence[torch.Tensor], *, written: bool = False) -> Experts:
+        """`Experts.of` the tensors, made anew only where one has moved. Where they lie too far apart: of a copy, which each
+        call makes anew and warns of, unless they are to be ``written``.
 
         Args:
             name: of this set of tensors. tensors: N (F, H), or one (N, F, H).
@@ -98,7 +112,13 @@ class ExpertsCache:
         begins = tuple(map(_ADDRESS, tensors))
         known = self._known.get(name)
         if known is None or known[0] != begins or known[1].view.dtype != tensors[0].dtype:
-            known = self._known[name] = begins, Experts.of(name, tensors)
+            try:
+                known = self._known[name] = begins, Experts.of(name, tensors)
+            except TooFarApartError as error:
+                if written:
+                    raise
+                warnings.warn(f"{error} Until then they are copied in each forward and backward.", stacklevel=2)
+                return self._together(name, _stacked(tensors))
         return known[1]
 
     def _together(self, name: str, tensor: torch.Tensor) -> Experts:
@@ -110,3 +130,9 @@ class ExpertsCache:
         if table is None:
             table = self._in_order[key] = torch.arange(key[0], dtype=torch.int32, device=key[1])
         return Experts(tensor, table)
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].element_size() > 1:
+        return torch.stack([*tensors])
+    return torch.stack([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)

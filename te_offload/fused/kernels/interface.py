@@ -96,12 +96,13 @@ class Kernels(Protocol):
     Rows beyond the last expert's are never read. What has T rows is zero there if it leaves the op, and else undefined.
     """
 
-    def prepare(self, name: str, tensors: Tensors) -> Any:
+    def prepare(self, name: str, tensors: Tensors, *, written: bool = False) -> Any:
         """What stands for N weights, or for N gradients, in the calls below of one forward or backward.
 
         Args:
             name: of the op and what it is, for errors; one name for one set of tensors.
             tensors: N of one shape (rows, columns), or one of shape (N, rows, columns).
+            written: a product is to be stored there; else a copy may stand for them.
 
         Raises:
             ArgumentError: they lie where the kernels cannot reach them.

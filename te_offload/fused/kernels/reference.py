@@ -34,7 +34,7 @@ class ReferenceKernels:
     def __init__(self, activation: Activation) -> None:
         self._activation = activation
 
-    def prepare(self, name: str, tensors: Tensors) -> Sequence[torch.Tensor]:
+    def prepare(self, name: str, tensors: Tensors, *, written: bool = False) -> Sequence[torch.Tensor]:
         """See `Kernels.prepare`."""
         return list(tensors.unbind(0)) if isinstance(tensors, torch.Tensor) else tensors
 

@@ -57,9 +57,9 @@ class Sm90Kernels:
     def _wgrad_tile(self, product: str, tokens: int, out: Experts) -> Tile:
         return self._tile_for(product, Regime.of(tokens, out.table.shape[0]), *out.view.shape[1:])
 
-    def prepare(self, name: str, tensors: Tensors) -> Experts:
+    def prepare(self, name: str, tensors: Tensors, *, written: bool = False) -> Experts:
         """See `Kernels.prepare`."""
-        return self._experts.get(name, tensors)
+        return self._experts.get(name, tensors, written=written)
 
     def offsets(self, split_sizes: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, Counts]:
         """See `Kernels.offsets`."""
