@@ -188,7 +188,7 @@ class ScaledRows(_Current):
         shared = shared_words(WARPS)
         beside = cute.ceil_div(2 * x.shape[1], BLOCK)
         self.find(work, beside, offsets, shared, thread, lane)
-        task, is_magnitude, expert, tile, tiles, before, _ = [shared[place] for place in range(_DONE + 1)]
+        task, is_magnitude, expert, tile, tiles, before = [shared[place] for place in range(_DONE)]
         if task == 0:
             self.write_those_of_none(offsets, inverses, thread, epsilon, most)
         if tiles > 0:

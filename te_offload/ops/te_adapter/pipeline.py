@@ -23,11 +23,8 @@ from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, rest
 
 STAND_INS = "_te_offload_stand_ins"  # where a basic op keeps them, and autograd's nodes of its parameters with them
 _ALONE = "_te_offload_alone"  # where a pipeline keeps the fused op that is all of it
-_NOT_QUANTIZED = (
-    type(None),
-    0,
-    None,
-)  # Transformer Engine's key of a pipeline's fusions: recipe, first op with a backward
+# Transformer Engine's key of a pipeline's fusions without quantization: recipe, first op with a backward, override.
+_NOT_QUANTIZED = type(None), 0, None
 
 
 @functools.cache
@@ -35,7 +32,7 @@ def use_stand_ins(fused: type[Any]) -> None:
     """Have Transformer Engine's pipelines ask fused ops of a class, in each call, what passes autograd in place of the
     parameters of their basic ops; ``None``: the parameters do. Does nothing the second time. A basic op whose parameters
     pass themselves keeps no stand-in: it may be called in the capture of a CUDA graph, where autograd's nodes of its
-    parameters must not be those of eager steps.
+    parameters must not be those of eager steps. A pipeline that is one such op runs by `_OneOp` where that is enough.
 
     Args:
         fused: of joint fused ops, with a method ``stand_ins`` (see `HopperGroupedMLP.stand_ins`).
