@@ -2,7 +2,7 @@
 
     ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew last|first] [--rounds 20]
                                  [--calls 4] [--json FILE] [--single-grouped-weight] [--recipe fp8|fp8-delayed|fp8-block]
-                                 [--activation srelu|swiglu] [--only TEXT]
+                                 [--activation srelu|swiglu] [--only TEXT ...]
 
 All ways run in one process with the same weights and inputs, interleaved, column by column, shuffled anew each time: what
 runs before a way decides the card's clock, and an eager way that waits for the host lets it rest. Each number is the median
@@ -13,10 +13,12 @@ idle before it: after the other ways' turns, which throw it out of the host's ca
 `bare kernels` are the launches of the fused op without autograd and Transformer Engine around them. `QuACK's GEMMs` are
 the same six products with QuACK's own host code, on packed weights, with our tiles and without any activation: the floor.
 QuACK gives tiles out from the start unless asked to have them taken one by one, from counts that a memset then sets to
-zero first. With `--skew` one expert takes half of the tokens and a quarter of the experts nothing; our ops and
-Transformer Engine's with even routing are measured beside that. Transformer Engine runs in the best way that the loaded
-cuBLAS gives it; run it with the newest one too. With a recipe the ways are those of `benchmarks.fp8_mlp`.
-With `--only` those run whose name has the text: of large experts, all ways' weights fill a card of 80 GB.
+zero first. `QuACK with activations` are its calls that do what the fused op's launches do (`benchmarks.quack_calls`), in
+our tiles or in those that its own tuner finds. With `--skew` one expert takes half of the tokens and a quarter of the
+experts nothing; our ops and Transformer Engine's with even routing are measured beside that. Transformer Engine runs in the
+best way that the loaded cuBLAS gives it; run it with the newest one too. With a recipe the ways are those of
+`benchmarks.fp8_mlp`.
+With `--only` those run whose name has a text: of large experts, all ways' weights fill a card of 80 GB.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import quack.gemm
 import torch
 import transformer_engine.pytorch as te
 
+from benchmarks import quack_calls
 from te_offload import ops
 from te_offload.demo.recipes import RECIPES
 from te_offload.fused import hopper
-from te_offload.fused.kernels import sm90, sm90_glu, sm90_launch, sm90_tiles
+from te_offload.fused.kernels import sm90, sm90_glu
 from te_offload.fused.kernels.interface import Gate, Gated, SquaredReLU
 from te_offload.ops import te_adapter
 from te_offload.units import format_bytes
@@ -109,6 +111,10 @@ class Case:
 
         return step
 
+    def ways_of(self, module: torch.nn.Module, sizes: torch.Tensor | None = None) -> dict[str, Step]:
+        """Both."""
+        return {"forward": self.forward_of(module, sizes), "step": self.step_of(module, sizes)}
+
     def grouped_mm_forward(self) -> torch.Tensor:
         """The grouped GEMM of torch, with packed weights."""
         ends = self.sizes.cumsum(0, dtype=torch.int32)
@@ -153,59 +159,27 @@ class Case:
         kernels.fc2(fc2_input, weights2, None, None, offsets, y, counts.fc2)
         return act_input, offsets
 
-    def quack(self, *, one_by_one: bool = False) -> dict[str, Step]:
-        """The six products, with QuACK's plain epilogue, into buffers that are there."""
-        x, dy, (w1, w2) = self.x.detach(), self.dy, (weights.detach() for weights in self._packed)
+    @functools.cached_property
+    def _for_quack(self) -> tuple[quack_calls.Tensors, quack_calls.Results]:
+        """What QuACK's calls work on, and write to."""
+        w1, w2 = (weights.detach() for weights in self._packed)
         act_input, offsets = self.bare_forward()
-        dact, fc2_input, *_ = self._kernels.fc2_dgrad(
-            dy, self._kernels.prepare("fc2", self.weights2), act_input, self.scales.detach(), offsets
+        scales = self.scales.detach()
+        dact_input, fc2_input, *_ = self._kernels.fc2_dgrad(
+            self.dy, self._kernels.prepare("fc2", self.weights2), act_input, scales, offsets
         )
-        y, dx, spare, dw1, dw2 = (torch.empty_like(t) for t in (x, x, fc2_input, w1, w2))
-        regime = sm90_tiles.Regime.of(x.shape[0], len(w1))
-        by_rows = [(x, w1, act_input, "fc1"), (fc2_input, w2, y, "fc2")]
-        by_rows += [(dy, w2.mT, spare, "dact"), (dact, w1.mT, dx, "dgrad")]
-        counts = torch.zeros(6, dtype=torch.int32, device=x.device)
-        count = iter(counts.split(1) if one_by_one else [None] * 6)
-        calls: list[Step] = []
-        for a, b, d, product in by_rows:
-            tile = sm90_tiles.tile_for(product, regime, None, d.shape[1], a.shape[1])
-            calls.append(functools.partial(_quack_gemm, a, b, d, tile, next(count), cu_seqlens_m=offsets))
-        for a, b, d in ((dy, fc2_input, dw2), (dact, x, dw1)):
-            tile = sm90_tiles.tile_for("wgrad", regime, *d.shape[1:])
-            calls.append(functools.partial(_quack_gemm, a.mT, b.mT, d, tile, next(count), cu_seqlens_k=offsets))
+        x = self.x.detach()
+        tensors = quack_calls.Tensors(x, self.dy, w1, w2, act_input, dact_input, fc2_input, scales, offsets)
+        return tensors, quack_calls.Results.of(tensors)
 
-        def run(calls: list[Step]) -> None:
-            if one_by_one:
-                counts.zero_()
-            for call in calls:
-                call()
+    def quack(self, *, one_by_one: bool = False) -> dict[str, Step]:
+        """The six products, with QuACK's plain epilogue."""
+        return quack_calls.products_alone(*self._for_quack, one_by_one=one_by_one)
 
-        return {"forward": lambda: run(calls[:2]), "step": lambda: run(calls)}
-
-
-def _quack_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    d: torch.Tensor,
-    tile: sm90_launch.Tile,
-    count: torch.Tensor | None,
-    **offsets: torch.Tensor,
-) -> None:
-    quack.gemm.gemm(
-        a,
-        b,
-        d,
-        None,
-        count,
-        tile.rows,
-        tile.columns,
-        tile.cluster_rows,
-        tile.cluster_columns,
-        tile_K=tile.per_stage,
-        pingpong=tile.pingpong,
-        is_dynamic_persistent=count is not None,
-        **offsets,
-    )
+    def quack_with_activations(self, *, own_tiles: bool, one_by_one: bool) -> dict[str, Step]:
+        """QuACK's calls with the activation in their epilogues."""
+        ways: dict[str, Any] = {"gated": self.gated, "own_tiles": own_tiles, "one_by_one": one_by_one}
+        return quack_calls.with_activations(*self._for_quack, **ways)
 
 
 def split(experts: int, tokens: int, *, skew: str | None) -> list[int]:
@@ -265,20 +239,24 @@ def captured(step: Step) -> Step:
     return replay
 
 
-def dense_ways(case: Case) -> dict[str, dict[str, Step]]:
-    """In bf16."""
-    ways = {}
+def dense_ways(case: Case, only: Sequence[str]) -> dict[str, dict[str, Step]]:
+    """In bf16; ``only`` those with one of these texts in their name."""
+    ways: dict[str, Callable[[], dict[str, Step]]] = {}
     for name, module in (("te_offload, fused", case.fused), ("Transformer Engine", case.plain)):
-        ways[name] = {"forward": case.forward_of(module), "step": case.step_of(module)}
+        ways[name] = functools.partial(case.ways_of, module)
         if case.even is not None:
-            even = {"forward": case.forward_of(module, case.even), "step": case.step_of(module, case.even)}
-            ways[f"{name}, even routing"] = even
-    return ways | {
-        "torch._grouped_mm, packed weights": {"forward": case.grouped_mm_forward, "step": case.grouped_mm_step},
-        "bare kernels of te_offload": {"forward": case.bare_forward, "step": case.bare},
-        "QuACK's GEMMs alone, packed weights": case.quack(),
-        "QuACK's GEMMs, tiles one by one": case.quack(one_by_one=True),
+            ways[f"{name}, even routing"] = functools.partial(case.ways_of, module, case.even)
+    with_activations = functools.partial(functools.partial, case.quack_with_activations)
+    ways |= {
+        "torch._grouped_mm, packed weights": lambda: {"forward": case.grouped_mm_forward, "step": case.grouped_mm_step},
+        "bare kernels of te_offload": lambda: {"forward": case.bare_forward, "step": case.bare},
+        "QuACK's GEMMs alone, packed weights": case.quack,
+        "QuACK's GEMMs, tiles one by one": functools.partial(case.quack, one_by_one=True),
+        "QuACK with activations, our tiles, one by one": with_activations(own_tiles=False, one_by_one=True),
+        "QuACK with activations, its tiles": with_activations(own_tiles=True, one_by_one=False),
+        "QuACK with activations, its tiles, one by one": with_activations(own_tiles=True, one_by_one=True),
     }
+    return {name: make() for name, make in ways.items() if any(text in name for text in only)}
 
 
 def _first_line(error: Exception) -> str:
@@ -323,7 +301,7 @@ def main() -> None:
         "--recipe", choices=("fp8", "fp8-delayed", "fp8-block"), help="quantize, with the demo's recipe of that name"
     )
     parser.add_argument("--activation", choices=("srelu", "swiglu"), default="srelu")
-    parser.add_argument("--only", default="", help="the ways with this text in their name")
+    parser.add_argument("--only", nargs="+", default=[""], help="the ways with one of these texts in their name")
     arguments = parser.parse_args()
     gated = arguments.activation == "swiglu"
     os.environ |= {hopper.SWITCH: "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
@@ -343,9 +321,9 @@ def main() -> None:
         offloaded = quantized.offloaded()
     else:
         case = Case(*size, skew=arguments.skew, single=single, gated=gated)
-        ways = {name: steps for name, steps in dense_ways(case).items() if arguments.only in name}
+        ways = dense_ways(case, arguments.only)
     if not ways:
-        raise SystemExit(f"No way has {arguments.only!r} in its name.")
+        raise SystemExit(f"No way has one of {arguments.only} in its name.")
     failures = {}
     for name, steps in list(ways.items()):
         try:
@@ -386,7 +364,7 @@ def main() -> None:
     if arguments.json:
         rows = [{"way": name, "kind": kind, "ms": value} for (name, kind), value in medians.items()]
         result = {
-            "schema": "1.3",
+            "schema": "1.4",
             "shape": shape,
             "calls": arguments.calls,
             "skew": arguments.skew,
