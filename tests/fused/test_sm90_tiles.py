@@ -105,6 +105,15 @@ def test_rows_are_not_padded_by_what_fc1_and_fc2_share_with_usual_numbers_of_tok
     assert {tile.cluster_rows for tile in tiles} == {1}
 
 
+def test_two_tiles_of_fc1_beside_each_other_share_rows_where_they_fill_the_columns() -> None:
+    def cluster(regime: sm90_tiles.Regime, columns: int) -> tuple[int, int]:
+        return sm90_tiles.tile_for("fc1", regime, None, columns, 2048)[2:4]
+
+    usual, many = sm90_tiles.Regime.USUAL, sm90_tiles.Regime.MANY
+    assert cluster(usual, 1408) == cluster(many, 1408) == (1, 2)
+    assert (cluster(usual, 1856), cluster(many, 14336)) == ((1, 1), (2, 1))
+
+
 @pytest.mark.parametrize(
     ("tokens", "experts", "regime"),
     [

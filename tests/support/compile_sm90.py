@@ -108,6 +108,17 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int, ffn: i
     return launches.count
 
 
+def compile_wide_parts(dtype: torch.dtype) -> int:
+    """FC1 with its activation in a tile of which the epilogue takes 32 columns at a time: those in use have 16."""
+    launches = Launches()
+    kernels = sm90.Sm90Kernels(SquaredReLU(), lambda *_: sm90_launch.Tile(128, 160, pingpong=True))
+    weights = Experts(empty(EXPERTS, FFN, HIDDEN, dtype=dtype), empty(EXPERTS, dtype=torch.int32))
+    x, scales = empty(USUAL, HIDDEN, dtype=dtype), empty(USUAL, dtype=torch.float32)
+    offsets, count = empty(EXPERTS + 1, dtype=torch.int32), TileCount(empty(1, dtype=torch.int32), 0)
+    kernels.fc1(x, weights, None, scales, offsets, count)
+    return launches.count
+
+
 def compile_glu(dtype: torch.dtype, activation: Gated, tokens: int) -> int:
     """The same of what a gated activation takes beside that."""
     launches = Launches()
@@ -308,5 +319,7 @@ if __name__ == "__main__":
                 print(gated, QUANTIZED[sys.argv[1]](gated, USUAL), "launches")
         for part in PARTS.get(sys.argv[1], []):
             print(*part, compile_all(*part), "launches")
+        for dtype in (torch.bfloat16, torch.float16) if sys.argv[1] == "others" else ():
+            print("wide parts", dtype, compile_wide_parts(dtype), "launches")
         for part in GLU if sys.argv[1] == "glu" else []:
             print(*part, compile_glu(*part), "launches")

@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from te_offload.fused.kernels.sm90_device import squared_relu
+from te_offload.fused.kernels.sm90_device import relu, squared_relu
 from te_offload.fused.kernels.tile_device import (
     ABS,
     BLOCK,
@@ -177,7 +177,7 @@ class RowQuantizer(TileQuantizer):
 
     def activation(self, x: Any, clamp: Any) -> Any:
         """Of a number."""
-        square, _ = squared_relu(x, clamp, 1.0 / clamp) if self.clamps else squared_relu(x, None, None)
+        square, _ = squared_relu(relu(x), clamp, 1.0 / clamp) if self.clamps else squared_relu(relu(x), None, None)
         return square
 
     @cute.jit

@@ -35,6 +35,7 @@ from te_offload.fused.kernels.sm90_device import (
     SCALE,
     linear,
     make_kernel,
+    relu,
     squared_relu,
 )
 from te_offload.fused.kernels.sm90_experts import ByExpert, GradsByTable, WeightsByTable
@@ -317,7 +318,7 @@ class BothScales(_Scaled, GradsByTable):
 
 
 def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
-    square, slope = squared_relu(c, clamp, inverse)
+    square, slope = squared_relu(relu(c), clamp, inverse)
     return {"D": acc * scale * slope, "dscale": (square, acc)}
 
 

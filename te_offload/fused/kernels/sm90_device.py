@@ -100,12 +100,25 @@ def make_kernel(
     )
 
 
-def squared_relu(x: Any, clamp: Any, inverse: Any) -> tuple[Any, Any]:
-    """``relu(x)``, or ``clamp * tanh(relu(x) / clamp)``, squared; and its derivative."""
-    relu = cute.arch.fmax(x, 0.0)
+def relu(x: Any) -> Any:
+    """The larger of a number and zero."""
+    return cute.arch.fmax(x, 0.0)
+
+
+def rounded_relu(x: Any, dtype: Any) -> Any:
+    """The ReLU of a number as a dtype stores it, which is the number's ReLU as the dtype stores that.
+
+    Rounded first, sums of 32 columns at a time make ptxas wait after each instruction of the tensor cores
+    (tests/support/sass.py): it takes the rounding for a use of sums that are not there yet.
+    """
+    return relu(x).to(dtype).to(Float32)
+
+
+def squared_relu(above: Any, clamp: Any, inverse: Any) -> tuple[Any, Any]:
+    """Of a number's `relu` ``r``: ``r``, or ``clamp * tanh(r / clamp)``, squared; and the derivative by the number."""
     if clamp is None:
-        return relu * relu, relu + relu
-    decay = cute.math.exp2(relu * inverse * _EXP2_OF_MINUS_TWO, fastmath=True)  # exp(-2z), which never overflows
+        return above * above, above + above
+    decay = cute.math.exp2(above * inverse * _EXP2_OF_MINUS_TWO, fastmath=True)  # exp(-2z), which never overflows
     tanh = (1.0 - decay) / (1.0 + decay)
     soft = clamp * tanh
     return soft * soft, (soft + soft) * (1.0 - tanh * tanh)
@@ -114,7 +127,7 @@ def squared_relu(x: Any, clamp: Any, inverse: Any) -> tuple[Any, Any]:
 def _fc1(dtype: Any) -> Callable[..., dict[str, Any]]:
     def epilogue(acc: Any, scale: Any, bias: Any = None, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
         act_input = acc if bias is None else acc + bias
-        square, _ = squared_relu(act_input.to(dtype).to(Float32), clamp, inverse)
+        square, _ = squared_relu(rounded_relu(act_input, dtype), clamp, inverse)
         return {"D": act_input, "fc2_input": square * scale}
 
     return epilogue
@@ -128,7 +141,7 @@ def linear(acc: Any, bias: Any = None, scale: Any = None) -> dict[str, Any]:
 
 
 def _dact(acc: Any, c: Any, scale: Any, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
-    square, slope = squared_relu(c, clamp, inverse)
+    square, slope = squared_relu(relu(c), clamp, inverse)
     return {"D": acc * scale * slope, "fc2_input": square * scale, "dscale": (square, acc)}
 
 

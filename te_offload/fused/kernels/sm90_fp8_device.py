@@ -18,7 +18,7 @@ from typing import Any
 from cutlass import BFloat16, Float16, Float32
 from quack.epilogue.ops import ColVecReduce, Scalar, TileStore
 
-from te_offload.fused.kernels.sm90_device import make_kernel, squared_relu
+from te_offload.fused.kernels.sm90_device import make_kernel, relu, rounded_relu, squared_relu
 from te_offload.fused.kernels.sm90_experts import Column, ExpertRow, GradsByTable
 from te_offload.fused.kernels.sm90_order import RowsTogether
 from te_offload.fused.kernels.sm90_sums import SplitSums
@@ -61,7 +61,7 @@ def _fc1(dtype: Any, *, given: bool) -> Callable[..., dict[str, Any]]:
         inverse: Any = None,
     ) -> dict[str, Any]:
         act_input = acc * factor if bias is None else acc * factor + bias
-        square, _ = squared_relu(act_input.to(dtype).to(Float32), clamp, inverse)
+        square, _ = squared_relu(rounded_relu(act_input, dtype), clamp, inverse)
         fc2_input = square * scale
         found = {"D": act_input, "magnitude": fc2_input}
         return {**found, "fc2_input": fc2_input.to(dtype).to(Float32) * fp8_scale} if given else found
@@ -70,7 +70,7 @@ def _fc1(dtype: Any, *, given: bool) -> Callable[..., dict[str, Any]]:
 
 
 def _dact(acc: Any, c: Any, factor: Any, scale: Any, clamp: Any = None, inverse: Any = None) -> dict[str, Any]:
-    square, slope = squared_relu(c, clamp, inverse)
+    square, slope = squared_relu(relu(c), clamp, inverse)
     grad = acc * factor
     dact_input = grad * scale * slope
     return {"D": dact_input, "dscale": (square, grad), "magnitude": dact_input}

@@ -70,6 +70,7 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ("fc1", Regime.MANY): (
         (Tile(128, 208, pingpong=True), 1.0),
         (Tile(128, 176, pingpong=True), 1.03),
+        (Tile(128, 176, 1, 2, pingpong=True), 1.0),
         (Tile(128, 256), 1.05),
     ),
     ("dact", Regime.USUAL): (
