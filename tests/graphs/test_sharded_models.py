@@ -17,7 +17,7 @@ def run(device: str, meeting: Path, *what: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.sharded_models", "2", device, str(meeting), *what],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
