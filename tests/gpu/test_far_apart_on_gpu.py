@@ -9,9 +9,8 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 
-from te_offload.fused import hopper
 from te_offload.graphs.layers.virtual import CudaVirtualMemory
-from tests.gpu.test_hopper_on_gpu import SPLITS, fused_run, mlp
+from tests.gpu.test_hopper_on_gpu import SPLITS, fused_run, mlp, on_hopper  # noqa: F401  # a fixture of all tests here
 from tests.support.mlp import assert_same_bits
 from tests.support.tolerances import assert_close_to_fp64
 
@@ -20,21 +19,12 @@ APART = (1 << 35) + 16  # bytes: more than 2^31 steps of 16, and no larger step 
 Move = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels are Hopper's (compute capability 9.0)")
-    monkeypatch.setenv(hopper.SWITCH, "1")
-
-
 @pytest.fixture
 def far_apart() -> Iterator[Move]:
     """Copies two tensors to addresses of the GPU that lie `APART`; most of those between have no memory."""
     device = torch.device("cuda", torch.cuda.current_device())
     memory = CudaVirtualMemory(device)
     with contextlib.ExitStack() as undo:
-        undo.callback(torch.cuda.synchronize)
 
         def copied(tensor: torch.Tensor, address: int) -> torch.Tensor:
             begin = address // memory.granule * memory.granule
@@ -51,9 +41,8 @@ def far_apart() -> Iterator[Move]:
 
         def move(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             length = (APART + last.nbytes + 2 * memory.granule) // memory.granule * memory.granule
-            begin = memory.reserve(
-                length
-            )  # for good: other tests' memory, if it came to lie here, would be far apart too
+            # For good: other tests' memory, if it came to lie there, would be far apart too.
+            begin = memory.reserve(length)
             return copied(first, begin), copied(last, begin + APART)
 
         yield move
