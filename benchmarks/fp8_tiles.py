@@ -180,6 +180,7 @@ class Products:
         self._kernels = case.kernels(tile_for)
         self._out = [self._kernels.prepare(f"{place}", one) for place, one in enumerate(case.dweights)]
         self._y, self._dx = torch.empty_like(case.x), torch.empty_like(case.x)
+        self._parts = torch.zeros(case.x.shape[0], 8, device=case.x.device)
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """The offsets, FC1 and FC2."""
@@ -203,6 +204,25 @@ class Products:
         self._now = "wgrad"
         case.wgrad(kernels, 1, self._out[0], orders.fc1_wgrad)
         return dact, self._dx, *case.dweights
+
+    def alone(self, product: str) -> None:
+        """One of them, after what sets its count to zero; ``"wgrad"`` is both."""
+        case, kernels, self._now = self._case, self._kernels, product
+        if product == "dact":
+            case.dact(kernels)
+        elif product in FORWARD:
+            _, counts = kernels.offsets(case.sizes, self._y)
+            if product == "fc1":
+                case.fc1(kernels, counts.fc1)
+            else:
+                case.fc2(kernels, self._y, counts.fc2)
+        else:
+            orders = kernels._sums(self._parts, case.offsets, kernels._backward_count(case.offsets))[1]
+            if product == "dgrad":
+                case.dgrad(kernels, self._dx, orders.fc1_dgrad)
+            else:
+                case.wgrad(kernels, 2, self._out[1], orders.fc2_wgrad)
+                case.wgrad(kernels, 1, self._out[0], orders.fc1_wgrad)
 
 
 def compare(case: CurrentCase, ways: dict[str, Way], rounds: int) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is no
 from benchmarks import fp8_tiles
 from benchmarks.tiles import IN_USE
 from te_offload.fused.kernels import sm90_tiles
-from te_offload.fused.kernels.interface import Activation, Gate, Gated, SquaredReLU
+from te_offload.fused.kernels.interface import Activation, Gate, Gated, Orders, SquaredReLU
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.fused.kernels.sm90_launch import Tile
@@ -54,6 +54,12 @@ def asking(base: type[Any], asked: Asked, activation: Activation) -> type[Any]:
             if name.split("_")[0] in ("fc1", "fc2", "wgrad", "linear"):
                 asked.append(self._tile_for("blocks", sm90_tiles.Regime.USUAL, None, 128) is OTHER)
             return super().__getattribute__(name)
+
+        def _backward_count(self, offsets: torch.Tensor) -> None:
+            return None
+
+        def _sums(self, parts: torch.Tensor, offsets: torch.Tensor, count: None) -> Any:
+            return parts.sum(1), Orders()
 
     return Asking
 

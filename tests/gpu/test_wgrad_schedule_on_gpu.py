@@ -74,20 +74,21 @@ def wgrads(
 
 def tiles_in_use() -> list[Tile]:
     """Single ones first."""
-    from te_offload.fused.kernels import sm90_tiles
+    from te_offload.fused.kernels.sm90_tiles import _TILES, Regime
 
-    return [tile for tile, _ in sm90_tiles._TILES["wgrad", sm90_tiles.Regime.USUAL]]
+    tiles = {tile for regime in Regime for tile, _ in _TILES["wgrad", regime]}
+    return sorted(tiles, key=lambda tile: (tile.cluster_rows * tile.cluster_columns, tile))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("tile", range(4))
+@pytest.mark.parametrize("tile", range(5))
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_bits_are_those_of_single_tiles_that_are_given_out_from_the_start(
     sizes: list[int], tile: int, dtype: torch.dtype, accumulate: bool
 ) -> None:
     tiles = tiles_in_use()
-    assert len(tiles) == 4 and tiles[0].cluster_rows == tiles[0].cluster_columns == 1
+    assert len(tiles) == 5 and tiles[0].cluster_rows == tiles[0].cluster_columns == 1
     offsets = offsets_of(sizes)
     for shape in SHAPES.values():
         expected = wgrads(sizes, dtype, accumulate=accumulate, shape=shape, tile=tiles[0])(offsets)

@@ -46,9 +46,8 @@ def narrow_parts(of: Callable[[int], bool]) -> type[Any]:
     return NarrowParts
 
 
-_NarrowParts = narrow_parts(
-    lambda columns: columns == 192
-)  # of which five stages fit then, and four beside parts of 32
+# Of 192 columns five stages fit then beside FC2's dgrad, and four with parts of 32; FC1 with a bias stays in registers.
+_NarrowParts = narrow_parts(lambda columns: columns == 192)
 
 
 _SPLIT_K = ("split_k_semaphore", "split_k_workspace")  # which QuACK's mixin asks for
@@ -189,7 +188,7 @@ for _dtype_name, _dtype in (("BF16", BFloat16), ("FP16", Float16)):
             globals()[_name] = make_kernel(
                 _name,
                 _fc1(_dtype),
-                mixins=(RowsTogether,),
+                mixins=(RowsTogether, _NarrowParts),
                 ops=(*((BIAS,) if _with_bias else ()), SCALE, *(CLAMP if _with_tanh else ()), _FC2_INPUT),
                 operands=(*((ROW,) if _with_bias else ()), COLUMN, *(NUMBERS if _with_tanh else ())),
                 outputs=("fc2_input",),
