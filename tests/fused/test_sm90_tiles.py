@@ -46,7 +46,10 @@ def test_warp_groups_share_a_tile_where_experts_have_some_tokens_and_take_turns_
     assert few.pingpong and not some.pingpong
 
 
-ENOUGH = {sm90_tiles.Regime.USUAL, sm90_tiles.Regime.MANY}  # tokens an expert for clusters to gain something
+ENOUGH = set(sm90_tiles.Regime) - {
+    sm90_tiles.Regime.FEW,
+    sm90_tiles.Regime.SOME,
+}  # tokens an expert for clusters to gain something
 
 
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)
@@ -63,7 +66,8 @@ def test_gradients_share_operands_in_clusters_that_pad_little_where_experts_have
         return sm90_tiles.tile_for("wgrad", regime, rows, columns)[2:4]
 
     clusters = [cluster(2048, 1408), cluster(1408, 2048)]  # of 16 rows of tiles; of 11, but four times 512 columns
-    assert clusters == ([(2, 1), (1, 2)] if regime in ENOUGH else [(1, 1), (1, 1)])
+    beside = (2, 1) if regime is sm90_tiles.Regime.MODEST else (1, 2)
+    assert clusters == ([(2, 1), beside] if regime in ENOUGH else [(1, 1), (1, 1)])
 
 
 def test_gradients_stay_in_single_tiles_where_clusters_would_pad_much() -> None:
@@ -125,7 +129,9 @@ def test_two_tiles_of_fc1_beside_each_other_share_rows_where_they_fill_the_colum
         (199, 1, "FEW"),
         (200, 1, "SOME"),
         (383, 1, "SOME"),
-        (384, 1, "USUAL"),
+        (384, 1, "MODEST"),
+        (767, 1, "MODEST"),
+        (768, 1, "USUAL"),
         (2047, 1, "USUAL"),
         (2048, 1, "MANY"),
         (4 * 2048 - 1, 4, "USUAL"),
@@ -133,6 +139,17 @@ def test_two_tiles_of_fc1_beside_each_other_share_rows_where_they_fill_the_colum
 )
 def test_regime_goes_by_the_mean_of_tokens_an_expert(tokens: int, experts: int, regime: str) -> None:
     assert sm90_tiles.Regime.of(tokens, experts) is sm90_tiles.Regime[regime]
+
+
+def test_fc2_dgrad_takes_128_columns_where_those_of_192_would_pad_much_and_experts_have_some_hundred_tokens() -> None:
+    tiles = [
+        sm90_tiles.tile_for("dact", sm90_tiles.Regime.MODEST, None, columns, 2048) for columns in (1408, 1536, 1856)
+    ]
+    assert [tile[1:4] for tile in tiles] == [
+        (128, 2, 1),
+        (192, 2, 1),
+        (192, 2, 1),
+    ]  # 11 times 128; eight and ten times 192
 
 
 def test_least_padded_tile_wins_where_tiles_are_as_quick() -> None:

@@ -16,10 +16,11 @@ Tiles = Sequence[tuple[Tile, float]]
 
 
 class Regime(enum.Enum):
-    """How many tokens an expert has, on average."""
+    """How many tokens an expert has, on average; where a product has no tiles for one of them, it has those of `USUAL`."""
 
     FEW = enum.auto()
     SOME = enum.auto()
+    MODEST = enum.auto()
     USUAL = enum.auto()
     MANY = enum.auto()
 
@@ -30,6 +31,8 @@ class Regime(enum.Enum):
             return cls.FEW
         if tokens < 384 * experts:
             return cls.SOME
+        if tokens < 768 * experts:
+            return cls.MODEST
         return cls.MANY if tokens >= 2048 * experts else cls.USUAL
 
 
@@ -86,6 +89,7 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
         (Tile(128, 176, 1, 2, pingpong=True), 1.008),
         (_BESIDE, 1.016),
     ),
+    ("dact", Regime.MODEST): ((Tile(128, 192, pingpong=True), 1.0), (Tile(128, 128, pingpong=True), 1.07)),
     ("dact", Regime.USUAL): (
         (Tile(128, 192, pingpong=True), 1.0),
         (Tile(128, 160, pingpong=True), 1.045),
@@ -144,6 +148,7 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ),
     ("wgrad", Regime.FEW): ((_WGRAD, 1.0),),
     ("wgrad", Regime.SOME): ((_WGRAD, 1.0),),
+    ("wgrad", Regime.MODEST): ((_WGRAD_ABOVE, 1.0), (_WGRAD._replace(cluster_columns=2), 1.06), (_WGRAD, 1.095)),
     ("wgrad", Regime.USUAL): (
         (_WGRAD_ABOVE, 1.0),
         (_WGRAD._replace(cluster_columns=2), 1.082),
