@@ -111,8 +111,8 @@ def test_products_are_looked_up_under_the_names_that_the_kernels_use(recipe: str
 def test_tiles_in_use_are_among_the_quickest_of_every_sweep() -> None:
     groups: dict[Any, list[float]] = defaultdict(list)
     for cell in tile_sweep.cells_of(tile_sweep.read(SWEPT)):
-        if cell.in_use is not None:
-            groups[cell.result.name, cell.result.regime].append(cell.excess(cell.in_use))
+        assert cell.in_use is not None, f"{cell.label}: {cell.result.tile} is in use, and no sweep has timed it"
+        groups[cell.result.name, cell.result.regime].append(cell.excess(cell.in_use))
     assert len(SWEPT) >= 2 and sum(map(len, groups.values())) > 200
     for group, excess in groups.items():
         assert statistics.fmean(excess) < 0.03 and max(excess) < 0.06, group
