@@ -216,8 +216,19 @@ def host_milliseconds(step: Step) -> float:
     return spent
 
 
+def without_graph(results: Any) -> Any:
+    """A step's results without what autograd knows of them.
+
+    While the graph of a captured forward is there, autograd's nodes of the parameters are tied to the stream of its capture,
+    and in each eager backward that stream and the current one wait for each other, parameter by parameter.
+    """
+    if isinstance(results, torch.Tensor):
+        return results.detach()
+    return tuple(map(without_graph, results)) if type(results) is tuple else results
+
+
 def captured(step: Step) -> Step:
-    """The step as a CUDA graph.
+    """The step as a CUDA graph. A replay gives what `without_graph` makes of the results.
 
     Raises:
         RuntimeError: it cannot be captured.
@@ -230,7 +241,7 @@ def captured(step: Step) -> Step:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        keep = step()
+        keep = without_graph(step())
 
     def replay() -> Any:
         graph.replay()

@@ -12,12 +12,18 @@ TOLERANCES = {
 }
 
 
-def assert_close_to_fp64(value: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, name: str) -> None:
-    """``value``, computed in ``dtype``, is within the table's tolerance of an FP64 reference."""
+def assert_close_to_fp64(
+    value: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype, name: str, terms: float = 0.0
+) -> None:
+    """``value``, computed in ``dtype``, is within the table's tolerance of an FP64 reference.
+
+    Args:
+        terms: magnitudes that were added up for it, where they may cancel: the tolerance is relative to these, if larger.
+    """
     assert reference.dtype == torch.float64
     assert value.shape == reference.shape, f"{name}: {tuple(value.shape)} is not {tuple(reference.shape)}"
     if value.numel() == 0:
         return
     error = (value.detach().double().cpu() - reference.detach().cpu()).abs().max().item()
-    bound = TOLERANCES[dtype] * max(reference.abs().max().item(), 1e-3)
+    bound = TOLERANCES[dtype] * max(reference.abs().max().item(), terms, 1e-3)
     assert error <= bound, f"{name}: off by {error:.3e}, allowed {bound:.3e}"
