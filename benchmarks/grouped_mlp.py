@@ -219,8 +219,8 @@ def host_milliseconds(step: Step) -> float:
 def without_graph(results: Any) -> Any:
     """A step's results without what autograd knows of them.
 
-    While the graph of a captured forward is there, autograd's nodes of the parameters are tied to the stream of its capture,
-    and in each eager backward that stream and the current one wait for each other, parameter by parameter.
+    While the graph of a captured forward is there, autograd's nodes of the parameters are tied to the stream of its
+    capture, and in each eager backward that stream and the current one wait for each other, parameter by parameter.
     """
     if isinstance(results, torch.Tensor):
         return results.detach()

@@ -21,7 +21,7 @@ import torch
 from te_offload.ops import te_adapter
 
 _AT_ONCE = 2**64 - 1  # a node's place in the queue of a backward: that of the parameters' own nodes
-_PLAIN = frozenset((torch.nn.Parameter, torch.Tensor))
+_KINDS = frozenset((torch.nn.Parameter, torch.Tensor, *te_adapter.QUANTIZED_WEIGHTS))  # of parameters
 _REQUIRES_GRAD, _IDENTITY = map(operator.attrgetter, ("requires_grad", "_cdata"))
 
 
@@ -88,7 +88,7 @@ class StandIns:
         if known is not None and known[0] is params and known[1:] == made_for[1:] and not capturing:
             return self._found
         self._found, self._made_for = [], None  # and with them the nodes of the parameters, if nobody else holds those
-        if not _PLAIN.issuperset(map(type, params)):
+        if not _KINDS.issuperset(map(type, params)):
             return None
         found = [self._make(into_main_grad, params[:experts])]
         found += [self._make(False, params[at : at + experts]) for at in range(experts, len(params), experts)]

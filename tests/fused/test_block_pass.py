@@ -26,6 +26,7 @@ from te_offload.fused.calls import calls_of
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_formats import make_format
+from te_offload.fused.stand_ins import stand_ins_of
 from te_offload.ops import te_adapter
 from te_offload.ops.scaling import BlockFormat, BlockScaling, LinearBlockScaling
 from tests.fused.test_fp8_pass import fp8_parameter
@@ -338,6 +339,7 @@ def test_weights_that_are_fp8_by_blocks_are_taken_as_they_are(
             module.zero_grad()
             found.append(step(module, "fp8-block"))
         assert_all_fused(module)
+        assert all(stand_ins_of(module[place])._found for place in (0, 2))  # one tensor for all weights of an op
     for one in found[1:]:
         assert_same_bits(found[0], one)
     assert len(turned) == (0 if columns else EXPERTS * len(places))

@@ -29,6 +29,14 @@ def test_view_shows_every_weight_where_it_lies() -> None:
     assert experts.view.data_ptr() == weights[1].data_ptr()
 
 
+def test_bytes_are_the_numbers_that_they_are_said_to_be() -> None:
+    weights, cache = [torch.full((4, 16), number, dtype=torch.uint8) for number in (56, 64)], ExpertsCache()
+    experts = cache.get("FC1", weights, dtype=torch.float8_e4m3fn)
+    assert [float(experts.view[place][0, 0]) for place in experts.table.tolist()] == [1.0, 2.0]
+    assert cache.get("FC1", weights, dtype=torch.float8_e4m3fn) is experts
+    assert cache.get("FC1", weights, dtype=torch.float8_e5m2).view.dtype is torch.float8_e5m2
+
+
 def test_weights_that_stay_are_looked_at_once_and_moved_ones_again() -> None:
     weights, cache = [torch.zeros(8, 8) for _ in range(3)], ExpertsCache()
     first = cache.get("fc1", weights)
@@ -80,6 +88,8 @@ def test_weights_too_far_apart_are_read_from_a_copy_which_is_made_each_time(
             weight.fill_(value + number)
         with pytest.warns(UserWarning, match="copied in each forward and backward"):
             experts = cache.get("FC1", weights)
+        with pytest.warns(UserWarning, match="copied in each forward and backward"):
+            assert cache.get("FC1", far_apart, dtype=torch.int32).view.dtype is torch.int32
         for place, weight in zip(experts.table.tolist(), weights, strict=True):
             assert experts.view[place].dtype == dtype and experts.view[place].data_ptr() != weight.data_ptr()
             assert torch.equal(experts.view[place].view(torch.uint8), weight.view(torch.uint8))

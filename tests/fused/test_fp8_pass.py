@@ -17,12 +17,14 @@ from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
 from te_offload import Fate, OffloadSession, SlotName
+from te_offload.errors import ArgumentError
 from te_offload.fused import find_windows, hopper
 from te_offload.fused.calls import calls_of
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.fp8_interface import QuantizedWeights
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.ops import te_adapter
+from tests.fused.test_stand_ins import inputs_of, inputs_of_one
 from tests.layouts.test_delayed_scaling import state
 from tests.support import te_on_cpu
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
@@ -296,6 +298,7 @@ def test_weights_that_are_fp8_are_taken_as_they_are(places: tuple[int, ...]) -> 
         x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
         with te.autocast(enabled=True, recipe=RECIPES["current"]):
             y = module(x, sizes, scales, sizes)
+        assert inputs_of(y) == inputs_of_one(bias=False)  # one tensor for all weights of an op
         y.float().square().sum().backward()
         assert_ran_fused(module)
         assert x.grad is not None and scales.grad is not None
@@ -305,6 +308,18 @@ def test_weights_that_are_fp8_are_taken_as_they_are(places: tuple[int, ...]) -> 
 
 
 @pytest.mark.filterwarnings("ignore:Quantizer is being updated")
+def test_fp8_weights_in_two_formats_are_an_error() -> None:
+    module = mlp()
+    for name, weight in list(module[0].named_parameters()):
+        setattr(module[0], name, fp8_parameter(weight))
+    module[0].weight2._fp8_dtype = DType.kFloat8E5M2
+    with (
+        te.autocast(enabled=True, recipe=RECIPES["current"]),
+        pytest.raises(ArgumentError, match="expert 2's are kFloat8E5M2, expert 0's kFloat8E4M3"),
+    ):
+        module(*make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16), make_inputs(SPLITS)[1])
+
+
 def test_fp8_weights_without_a_recipe_go_op_by_op() -> None:
     module = mlp()
     for name, weight in list(module[0].named_parameters()):

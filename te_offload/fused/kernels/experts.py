@@ -38,11 +38,12 @@ class Experts:
     table: torch.Tensor
 
     @classmethod
-    def of(cls, name: str, weights: Sequence[torch.Tensor]) -> Experts:
+    def of(cls, name: str, weights: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> Experts:
         """See `Experts`.
 
         Args:
             name: for errors. weights: of one shape, dtype and GPU, each contiguous.
+            dtype: what their numbers are, if they are bytes.
 
         Raises:
             ArgumentError: they are not, or one does not begin at a multiple of 16 bytes.
@@ -72,7 +73,7 @@ class Experts:
         nbytes = max(begins) - base + first.nbytes
         storage = torch._C._construct_storage_from_data_pointer(base, first.device, nbytes)
         rows, columns = first.shape
-        view = torch.empty(0, dtype=first.dtype, device=first.device)  # no part of any autograd graph
+        view = torch.empty(0, dtype=dtype or first.dtype, device=first.device)  # no part of any autograd graph
         view.set_(storage, 0, (max(places) + 1, rows, columns), (step // size, columns, 1))
         return cls(view, torch.tensor(places, dtype=torch.int32, device=first.device))
 
@@ -97,12 +98,20 @@ class ExpertsCache:
     def __reduce__(self) -> Any:
         return ExpertsCache, ()
 
-    def get(self, name: str, tensors: torch.Tensor | Sequence[torch.Tensor], *, written: bool = False) -> Experts:
+    def get(
+        self,
+        name: str,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        *,
+        written: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Experts:
         """`Experts.of` the tensors, made anew only where one has moved. Where they lie too far apart: of a copy, which each
         call makes anew and warns of, unless they are to be ``written``.
 
         Args:
             name: of this set of tensors. tensors: N (F, H), or one (N, F, H).
+            dtype: what the numbers of N tensors are, if those are bytes.
 
         Raises:
             ArgumentError: TMA cannot reach one of them.
@@ -111,14 +120,15 @@ class ExpertsCache:
             return self._together(name, tensors)
         begins = tuple(map(_ADDRESS, tensors))
         known = self._known.get(name)
-        if known is None or known[0] != begins or known[1].view.dtype != tensors[0].dtype:
+        if known is None or known[0] != begins or known[1].view.dtype != (dtype or tensors[0].dtype):
             try:
-                known = self._known[name] = begins, Experts.of(name, tensors)
+                known = self._known[name] = begins, Experts.of(name, tensors, dtype)
             except TooFarApartError as error:
                 if written:
                     raise
                 warnings.warn(f"{error} Until then they are copied in each forward and backward.", stacklevel=2)
-                return self._together(name, _stacked(tensors))
+                stacked = _stacked(tensors)
+                return self._together(name, stacked if dtype is None else stacked.view(dtype))
         return known[1]
 
     def _together(self, name: str, tensor: torch.Tensor) -> Experts:

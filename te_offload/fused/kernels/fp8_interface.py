@@ -55,8 +55,15 @@ class Fp8Kernels(Kernels, Protocol):
     def quantize_weights(self, weights: Any, scaling: Scaling, *, by_column: bool = True) -> QuantizedWeights:
         """N weights in FP8. ``weights``: from `Kernels.prepare`. ``by_column``: both ways round."""
 
-    def take_weights(self, name: str, rows: Any, columns: Any, inverses: torch.Tensor) -> QuantizedWeights:
-        """Weights that are FP8 already: N (rows, columns) and N (columns, rows), or none of the latter."""
+    def take_weights(
+        self, name: str, rows: Any, columns: Any, inverses: torch.Tensor, dtype: torch.dtype
+    ) -> QuantizedWeights:
+        """Weights that are FP8 already.
+
+        Args:
+            name: of this set of weights. rows, columns: N (rows, columns) and N (columns, rows), or none of the latter, as
+                bytes. inverses: (N,) inverse scales. dtype: what the bytes are.
+        """
 
     def quantize(
         self,

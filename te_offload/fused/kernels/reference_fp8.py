@@ -35,10 +35,16 @@ class ReferenceFp8Kernels(ReferenceKernels):
         return QuantizedWeights(rows, [one.t() for one in rows] if by_column else None, 1 / scales)
 
     def take_weights(
-        self, name: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor], inverses: torch.Tensor
+        self,
+        name: str,
+        rows: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        inverses: torch.Tensor,
+        dtype: torch.dtype,
     ) -> QuantizedWeights:
         """See `Fp8Kernels.take_weights`."""
-        return QuantizedWeights(rows, columns, inverses)
+        by_row, by_column = ([one.view(dtype) for one in those] for those in (rows, columns))
+        return QuantizedWeights(by_row, by_column, inverses)
 
     def quantize(
         self,

@@ -51,11 +51,16 @@ class Sm90Fp8Kernels(Sm90Kernels):
         return quantize(weights, scaling, by_column=by_column)
 
     def take_weights(
-        self, name: str, rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor], inverses: torch.Tensor
+        self,
+        name: str,
+        rows: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        inverses: torch.Tensor,
+        dtype: torch.dtype,
     ) -> QuantizedWeights:
         """See `Fp8Kernels.take_weights`."""
-        turned = self.prepare(f"{name}, the other way round", columns) if columns else None
-        return QuantizedWeights(self.prepare(name, rows), turned, inverses)
+        turned = self._experts.get(f"{name}, the other way round", columns, dtype=dtype) if columns else None
+        return QuantizedWeights(self._experts.get(name, rows, dtype=dtype), turned, inverses)
 
     def quantize(
         self,

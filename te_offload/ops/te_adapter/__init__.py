@@ -23,7 +23,13 @@ from te_offload.ops.te_adapter.blocks import (
     nvfp4_reference,
 )
 from te_offload.ops.te_adapter.carry import Layout, bring_carried, bring_exempt, buffers_of, carry_tensor, slot_at
-from te_offload.ops.te_adapter.fp8 import fp8_recipe_reason, fp8_scaling, fp8_weights, is_fp8_weight
+from te_offload.ops.te_adapter.fp8 import (
+    QUANTIZED_WEIGHTS,
+    fp8_recipe_reason,
+    fp8_scaling,
+    fp8_weights,
+    is_fp8_weight,
+)
 from te_offload.ops.te_adapter.fusion import (
     GROUPED_LINEAR_GRAD_INPUT_KEY,
     GROUPED_LINEAR_OUTPUT_KEY,
@@ -83,6 +89,7 @@ __all__ = [
     "GROUPED_LINEAR_GRAD_INPUT_KEY",
     "GROUPED_LINEAR_OUTPUT_KEY",
     "NOT_OFFLOAD",
+    "QUANTIZED_WEIGHTS",
     "RELEASES",
     "STAND_INS",
     "FusionFunction",

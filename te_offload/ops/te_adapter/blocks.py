@@ -6,6 +6,7 @@ buffers again. Keeps true: state stays Transformer Engine's. Does not: quantize.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from transformer_engine.pytorch.tensor import (
 )
 
 from te_offload.ops.scaling import BlockFormat, BlockScaling, LinearBlockScaling
+
+_ROWS, _ROW_SCALES = map(operator.attrgetter, ("_rowwise_data", "_rowwise_scale_inv"))
+_COLUMNS, _COLUMN_SCALES = map(operator.attrgetter, ("_columnwise_data", "_columnwise_scale_inv"))
 
 
 def block_format(recipe: Any) -> BlockFormat | None:
@@ -86,15 +90,14 @@ def block_weights(weights: Sequence[Any], *, columns: bool) -> tuple[_Parts, _Pa
 
     Whoever quantized the weights may have made both; else the second one is made now, and kept as long as it is right.
     """
-    rows: _Parts = [], []
-    turned: _Parts = [], []
-    for weight in weights:
-        rows[0].append(weight._rowwise_data)
-        rows[1].append(weight._rowwise_scale_inv)
-        if columns:
-            weight.update_usage(rowwise_usage=True, columnwise_usage=True)
-            turned[0].append(weight._columnwise_data)
-            turned[1].append(weight._columnwise_scale_inv)
+    if columns:
+        for weight in weights:
+            if weight._columnwise_data is None or weight._columnwise_scale_inv is None:
+                weight.update_usage(rowwise_usage=True, columnwise_usage=True)
+    rows, turned = (
+        (list(map(numbers, weights)), list(map(scales, weights)))
+        for numbers, scales in ((_ROWS, _ROW_SCALES), (_COLUMNS, _COLUMN_SCALES))
+    )
     return rows, turned if columns else None
 
 
