@@ -59,6 +59,11 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
     def _let_go_of_stand_ins(self) -> None:
         self.__dict__.pop(te_adapter.STAND_INS, None)
 
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """As in ``te.ops.GroupedLinear``, which sets up the quantizers one by one; unless they are."""
+        if not te_adapter.usages_are_set(self, requires_grad=requires_grad):
+            super().pre_fuser_forward(requires_grad=requires_grad)
+
     def fuser_forward(
         self, basic_op_ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, Any]:

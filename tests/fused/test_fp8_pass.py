@@ -308,6 +308,46 @@ def test_weights_that_are_fp8_are_taken_as_they_are(places: tuple[int, ...]) -> 
 
 
 @pytest.mark.filterwarnings("ignore:Quantizer is being updated")
+@EVERY
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "op by op"])
+def test_quantizers_are_set_up_where_they_are_not_and_as_transformer_engine_does(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, fused: bool
+) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "reference" if fused else "0")
+    asked: list[Any] = []
+    set_up = te.ops.GroupedLinear.pre_fuser_forward
+
+    def asked_for(self: Any, *, requires_grad: bool) -> None:
+        asked.append(self)
+        set_up(self, requires_grad=requires_grad)
+
+    monkeypatch.setattr(te.ops.GroupedLinear, "pre_fuser_forward", asked_for)
+    module = mlp()
+
+    def usages(requires_grad: bool) -> list[tuple[bool, bool]]:
+        with torch.set_grad_enabled(requires_grad), te.autocast(enabled=True, recipe=RECIPES[recipe]):
+            module(*make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16), make_inputs(SPLITS)[1])
+        quantizers = [*module[0]._quantizers["forward"], *module[0]._quantizers["backward"]]
+        return [(quantizer.rowwise_usage, quantizer.columnwise_usage) for quantizer in quantizers]
+
+    evaluates = usages(False)
+    assert len(asked) == 2
+    trains = usages(True)
+    assert len(asked) == 4 and evaluates != trains
+    if fused:  # nobody changes them
+        assert usages(True) == trains and len(asked) == 4
+        module[0]._quantizers["forward"][-1].set_usage(columnwise=False)
+        assert usages(True) == trains and asked[4:] == [module[0]]
+    for weight in module[0].parameters():
+        weight.requires_grad_(False)
+    asked.clear()
+    frozen = usages(True)
+    assert module[0] in asked and frozen != trains
+    monkeypatch.setattr(te_adapter, "usages_are_set", lambda *_, **__: False)
+    assert usages(True) == frozen and usages(False) == evaluates
+
+
+@pytest.mark.filterwarnings("ignore:Quantizer is being updated")  # by Transformer Engine, for all weights that are FP8
 def test_fp8_weights_in_two_formats_are_an_error() -> None:
     module = mlp()
     for name, weight in list(module[0].named_parameters()):

@@ -29,6 +29,7 @@ from te_offload.ops.te_adapter.fp8 import (
     fp8_scaling,
     fp8_weights,
     is_fp8_weight,
+    usages_are_set,
 )
 from te_offload.ops.te_adapter.fusion import (
     GROUPED_LINEAR_GRAD_INPUT_KEY,
@@ -156,6 +157,7 @@ __all__ = [
     "takes_grouped_path",
     "tanh_srelu_supported",
     "unfused_reason",
+    "usages_are_set",
     "use_stand_ins",
     "validate_or_alloc_output",
     "view_main_grad_as_grouped_buffer",

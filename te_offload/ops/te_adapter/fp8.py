@@ -26,6 +26,7 @@ from te_offload.ops.scaling import LinearScaling, Scaling
 QUANTIZED_WEIGHTS = Float8Tensor, Float8BlockwiseQTensor
 """Parameters whose gradients are dense, and whose nodes in autograd's graph are those of dense ones."""
 _FORMAT, _BYTES, _TURNED, _INVERSE = map(operator.attrgetter, ("_fp8_dtype", "_data", "_transpose", "_scale_inv"))
+_USAGES = operator.attrgetter("rowwise_usage", "columnwise_usage")
 _DTYPES = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 
 
@@ -64,6 +65,25 @@ def fp8_scaling(op: Any) -> LinearScaling | str:
         else:
             return f"quantizers of {kind.__name__}"
     return LinearScaling(*found)
+
+
+def usages_are_set(op: Any, *, requires_grad: bool) -> bool:
+    """Whether each quantizer of a GroupedLinear says already which ways round it is used. Its `pre_fuser_forward` tells
+    each of them before every forward, which takes the host several times as long as to look.
+
+    Args:
+        op: the GroupedLinear. requires_grad: whether a backward needs it.
+    """
+    if not FP8GlobalStateManager.is_fp8_enabled():
+        return False
+    wgrad = requires_grad and op._parameters["weight" if op.single_grouped_weight else "weight0"].requires_grad
+    activations, weights = (True, wgrad), (True, requires_grad)
+    forward, backward = op._quantizers["forward"], op._quantizers["backward"]
+    experts = op.num_groups
+    return (
+        list(map(_USAGES, forward)) == [activations, weights] * experts
+        and list(map(_USAGES, backward)) == [activations] * experts
+    )
 
 
 def is_fp8_weight(weight: torch.Tensor) -> bool:
