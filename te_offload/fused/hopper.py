@@ -219,6 +219,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
 
         saves = bool(ctx1.requires_grad)
         offsets = offsets1, offsets2
+        registered = parameters.weight_parameters(fc1), parameters.weight_parameters(fc2)
         numbers = quantized.make_pass(way, kernels, fc1, fc2, scalings, offsets, counts, flat_scales, backward=saves)
         if numbers is not None:
             x = numbers.quantize_input(x, splits1)
@@ -227,13 +228,13 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             wgrad1 = ctx1.weight_requires_grad = parameters.first_weight(fc1).requires_grad
             wgrad2 = ctx3.weight_requires_grad = parameters.first_weight(fc2).requires_grad
             ctx1.te_offload_rebuilt = False
-            ctx1.te_offload_versions = parameters.versions(fc1, fc2)
+            ctx1.te_offload_versions = parameters.versions((fc1, fc2), registered)
             self._save_linear(fc1, ctx1, (splits1, offsets1), (), x if wgrad1 else None, kwargs, 0)
         ctx1.te_offload_two_splits = offsets2 is not offsets1
         if numbers is not None:
             act_input = numbers.fc1(bias1, dtype)
         else:
-            weights1, weights2 = _prepared(kernels, fc1, fc2)
+            weights1, weights2 = _prepared(kernels, fc1, fc2, registered)
             act_input, fc2_input = kernels.fc1(x, weights1, bias1, flat_scales, offsets1, counts.fc1)
             if offsets2 is not offsets1:  # FC2 may read rows that FC1 did not write
                 kernels.clear(offsets1, act_input)
@@ -321,7 +322,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if not ctx1.te_offload_fused:
             return self._backward_one_by_one(basic_op_ctxs, grad_output, **kwargs)
         fc1, activation, fc2 = self._ops
-        if parameters.versions(fc1, fc2) != ctx1.te_offload_versions:
+        registered = parameters.weight_parameters(fc1), parameters.weight_parameters(fc2)
+        if parameters.versions((fc1, fc2), registered) != ctx1.te_offload_versions:
             raise SavedTensorModifiedError(
                 f"{type(fc1).__name__}: a weight was written to in place between the forward and its backward, so "
                 "gradients would be wrong. Call optimizer.step() after the backward."
@@ -341,7 +343,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             dact_input, dscales = numbers.fc2_dgrad(dy, act_input, flat_scales, wgrad=ctx3.weight_requires_grad)
             multiply: Callable[..., None] = numbers.fc2_wgrad
         else:
-            weights1, weights2 = _prepared(kernels, fc1, fc2)
+            weights1, weights2 = _prepared(kernels, fc1, fc2, registered)
             dact_input, fc2_input, dscales, orders = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
             multiply = functools.partial(kernels.wgrad, dy, fc2_input, offsets2, order=orders.fc2_wgrad)
             del fc2_input
@@ -420,9 +422,11 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         return kernels
 
 
-def _prepared(kernels: Kernels, fc1: Any, fc2: Any) -> tuple[Any, Any]:
-    return kernels.prepare("FC1's weights", parameters.weights(fc1)), kernels.prepare(
-        "FC2's weights", parameters.weights(fc2)
+def _prepared(kernels: Kernels, fc1: Any, fc2: Any, registered: Sequence[list[torch.nn.Parameter]]) -> tuple[Any, Any]:
+    one, other = registered
+    return (
+        kernels.prepare("FC1's weights", parameters.weights(fc1, one)),
+        kernels.prepare("FC2's weights", parameters.weights(fc2, other)),
     )
 
 

@@ -52,13 +52,17 @@ def _getter(name: str, count: int) -> operator.itemgetter[Any]:
     return operator.itemgetter(*[f"{name}{number}" for number in range(count)])
 
 
-def weights(op: Any) -> torch.Tensor | Sequence[torch.Tensor]:
-    """N dense weights (out_features, in_features), or one tensor of them all if they are grouped."""
+def weights(op: Any, registered: list[torch.nn.Parameter] | None = None) -> torch.Tensor | Sequence[torch.Tensor]:
+    """N dense weights (out_features, in_features), or one tensor of them all if they are grouped.
+
+    Args:
+        op: whose. registered: its `weight_parameters`, from whoever has them.
+    """
     if op.single_grouped_weight:
         weight: Any = first_weight(op)
         packed: torch.Tensor = weight.rowwise_data.view(op.num_groups, op.out_features, op.in_features)
         return packed
-    return weight_parameters(op)
+    return weight_parameters(op) if registered is None else registered
 
 
 def bias(op: Any, dtype: torch.dtype) -> torch.Tensor | None:
@@ -66,11 +70,11 @@ def bias(op: Any, dtype: torch.dtype) -> torch.Tensor | None:
     return op._get_packed_bias_tensor(dtype).detach() if op.has_bias else None
 
 
-def versions(*ops: Any) -> list[int]:
-    """In-place versions of all parameters."""
+def versions(ops: Sequence[Any], registered: Sequence[list[torch.nn.Parameter]]) -> list[int]:
+    """In-place versions of all parameters. ``registered``: the `weight_parameters` of each op."""
     found: list[int] = []
-    for op in ops:
-        found += map(_VERSION, weight_parameters(op))
+    for op, parameters in zip(ops, registered, strict=True):
+        found += map(_VERSION, parameters)
         if op.has_bias:
             found += map(_VERSION, _of_each_expert(op, "bias", together=op.single_grouped_bias))
     return found
