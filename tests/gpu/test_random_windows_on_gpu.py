@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from te_offload import OffloadSession
 from te_offload.fused import fusions_in, hopper
 from tests.fused.test_fp8_pass import RECIPES
 from tests.fused.test_random_windows import check_many
+from tests.gpu.test_fp8_on_gpu import on_hopper
 from tests.gpu.test_hopper_on_gpu import of_whole_ops
 from tests.support.mlp import assert_same_bits
 from tests.support.random_windows import (
@@ -30,6 +30,8 @@ from tests.support.random_windows import (
     widened,
 )
 
+__all__ = ["on_hopper"]
+
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")]
 DTYPES = torch.bfloat16, torch.float16
 NEAR_FP64 = 0.15  # what E4M3 and E5M2 make of sums of products, in the mean
@@ -40,17 +42,6 @@ NEAR_REFERENCE = {  # what is rounded the other way; with it a largest magnitude
     "blocks": 0.03,
 }
 OF_AN_EXPERT = 3  # times as far: it may have one token
-
-
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels are Hopper's (compute capability 9.0)")
-    monkeypatch.setenv(hopper.SWITCH, "1")
-    FP8GlobalStateManager.reset()
-    yield
-    FP8GlobalStateManager.reset()
 
 
 @pytest.mark.parametrize("part", range(16))

@@ -94,11 +94,8 @@ def block_weights(weights: Sequence[Any], *, columns: bool) -> tuple[_Parts, _Pa
         for weight in weights:
             if weight._columnwise_data is None or weight._columnwise_scale_inv is None:
                 weight.update_usage(rowwise_usage=True, columnwise_usage=True)
-    rows, turned = (
-        (list(map(numbers, weights)), list(map(scales, weights)))
-        for numbers, scales in ((_ROWS, _ROW_SCALES), (_COLUMNS, _COLUMN_SCALES))
-    )
-    return rows, turned if columns else None
+    rows = list(map(_ROWS, weights)), list(map(_ROW_SCALES, weights))
+    return rows, (list(map(_COLUMNS, weights)), list(map(_COLUMN_SCALES, weights))) if columns else None
 
 
 def grouped_columns(
