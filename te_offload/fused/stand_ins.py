@@ -34,6 +34,7 @@ class _StandsFor(torch.autograd.Function):
         ctx.params = params if into_main_grad else None
         ctx.count = len(params)
         first = params[0]
+        ctx.rows = first.shape[0]
         shape = () if into_main_grad else (len(params), *first.shape)
         return torch.empty((), dtype=first.dtype, device=first.device).expand(shape)
 
@@ -41,7 +42,10 @@ class _StandsFor(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return (None,) * (1 + ctx.count)
-        return None, *(grad.unbind(0) if ctx.params is None else te_adapter.dummy_grads(ctx.params))
+        if ctx.params is not None:
+            return None, *te_adapter.dummy_grads(ctx.params)
+        # Not `unbind`, which takes the host half as much again: it has autograd know of each part that it is one.
+        return None, *torch.unsafe_split_with_sizes(grad.flatten(0, 1), [ctx.rows] * ctx.count)
 
 
 def stand_ins_of(op: torch.nn.Module) -> StandIns:
