@@ -32,8 +32,6 @@ GROWTH_STEPS = 3  # steps with something to offload, in which host memory may be
 FIRST_BOUND = 256 << 20  # bytes in flight each way until something was measured
 TIMED_FIRST = 8  # steps that are timed, and
 TIMED_EVERY = 16  # from then on one in so many
-_ADAPT_FIRST = 4  # steps before which the bounds are looked at before each step, and
-_ADAPT_EVERY = 16  # from then on every so many steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +106,7 @@ class Engine:
         self._nodes: tuple[int, ...] = ()  # where the pool's pages lie, and
         self._nodes_at = 0  # after which of its allocations that was looked up
         self._adapts = max_in_flight is None
+        self._adapted_to = -1  # the step whose record the bounds are from
         self._reserve = host.reserve
         self._growth_steps = growth_steps
         self.warm_steps = 0
@@ -312,9 +311,15 @@ class Engine:
         return None
 
     def _adapt(self) -> None:
-        """Set both bounds to what the last step that the device has passed shows to be needed."""
-        if self.steps < _ADAPT_FIRST or self.steps % _ADAPT_EVERY == 0:
-            record = self.latest_timed_record()
-            bounds = bounds_for(record) if record is not None and not record.raised else None
-            if bounds is not None:
-                self.mover.max_in_flight, self.returns.max_ahead = int(bounds.out), int(bounds.back)
+        """Set both bounds to what the last timed step shows to be needed, once the device has passed it. The first steps do
+        not show it: in them host memory is page-locked, and what takes long needs few bytes in flight.
+        """
+        if not any(step.timed and step.index > self._adapted_to for step in self._finished):
+            return
+        record = self.latest_timed_record()
+        if record is None or record.index <= self._adapted_to:
+            return
+        self._adapted_to = record.index
+        bounds = None if record.raised else bounds_for(record)
+        if bounds is not None:
+            self.mover.max_in_flight, self.returns.max_ahead = int(bounds.out), int(bounds.back)

@@ -71,5 +71,6 @@ def bounds_for(record: StepRecord) -> Bounds | None:
     work, link = work_of(record), Link(out, back, out, back)
     # Without recall: with it, more bytes in flight are always quicker, because more slots never leave.
     choices = [Bounds(factor * least_out, factor * least_back) for factor in _FACTORS]
-    times = [simulate(work, parcels, link, choice).step_ms for choice in choices]
-    return next(choice for choice, time in zip(choices, times, strict=True) if time <= _ENOUGH * times[-1])
+    enough = _ENOUGH * simulate(work, parcels, link, choices[-1]).step_ms
+    few = (choice for choice in choices[:-1] if simulate(work, parcels, link, choice).step_ms <= enough)
+    return next(few, choices[-1])

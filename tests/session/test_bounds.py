@@ -12,7 +12,7 @@ from te_offload.offload import engine as engine_module
 from te_offload.offload import session as session_module
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.decide import Rules
-from te_offload.offload.engine import FIRST_BOUND
+from te_offload.offload.engine import FIRST_BOUND, TIMED_EVERY, TIMED_FIRST
 from te_offload.offload.mover import Mover
 from te_offload.offload.record import StepRecord
 from te_offload.offload.returns import Returns
@@ -230,4 +230,4 @@ def test_bounds_that_nobody_gave_are_what_the_last_timed_step_shows(
         assert session._engine is not None
         assert (session._engine.mover.max_in_flight, session._engine.returns.max_ahead) == expected
         assert session.records[-1].bytes_out > 0
-    assert asked == ([] if given else [0, 1, 2, 7])  # before each of the first steps, then before one in sixteen
+    assert asked == ([] if given else [*range(TIMED_FIRST), TIMED_EVERY])  # each timed step, once
