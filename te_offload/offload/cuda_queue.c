@@ -3,8 +3,13 @@
 In: addresses of the runtime's functions, streams, pieces (source address, target address, bytes), marks. Out: copies
 queued, `Mark` objects. Keeps true: what is done with a mark comes after the work that it was recorded behind; a copy is
 queued after all that it must wait for, or not at all; Python's lock is not held while the runtime is called, which may
-block where a stream is full; an event is recorded anew only when nobody holds its mark. Does not: know what is copied,
-load a library, or raise errors of its own for what the runtime refused: a function that is passed in does.
+block where a stream is full; an event is recorded anew only when nobody holds its mark; copies out by turns on two streams
+come one after the other all the same, and so do those of two threads. Does not: know what is copied, load a library, or
+raise errors of its own for what the runtime refused: a function that is passed in does.
+
+Why two streams out: a GPU copies to the host what one stream has queued, all of it, before it looks at another's copies. A
+number that the host asks for (`tolist`, `item`) then waits for all that is on its way out. Where the next copy is another
+stream's, and waits for the one before, the number goes between the two (docs/results/, offload).
 
 The same calls through torch and ctypes take the host three to five times as long (docs/results/, host time). Built by
 cuda_queue.py, which has the Python side of the types here. Signatures: NVIDIA's CUDA Runtime API. */
@@ -24,6 +29,8 @@ typedef struct { /* cudaMemcpyAttributes */
 enum { ORDERED_BY_STREAM = 1, DEFAULT_KIND = 4, NO_TIMING = 2, NOT_READY = 600 };
 enum { FEW = 4 };     /* pieces up to which single copies take the host less time than a batch */
 enum { INLINE = 16 }; /* pieces, and marks, for which no memory is asked for */
+enum { OUT = 0, BACK = 1 };
+enum { TURN = 32 << 20 }; /* bytes out on one stream before it is the other one's turn */
 
 typedef struct {
     int (*event_create)(Event *, unsigned);
@@ -180,7 +187,11 @@ typedef struct {
     PyObject_HEAD
     Stock *stock;
     Stream ways[2];
-    PyObject *first[2]; /* the mark that a way waited for first, the last time */
+    Stream beside;           /* the one out whose turn it is not; NULL: there is one stream out */
+    Event relay;             /* what it waits for when its turn comes; NULL: it never came */
+    size_t since;            /* bytes out since the last turn */
+    PyThread_type_lock lock; /* held while a copy is queued: Python's is not */
+    PyObject *first[2];      /* the mark that a way waited for first, the last time */
     PyObject *compute;  /* gives the handle of the compute stream, asked with the number of the GPU */
     PyObject *device;
     PyObject *copy_type;
@@ -196,6 +207,10 @@ static void queue_free(PyObject *object) {
     Py_XDECREF(queue->device);
     Py_XDECREF(queue->copy_type);
     Py_XDECREF(queue->mark_type);
+    if (queue->relay)
+        queue->stock->runtime.event_destroy(queue->relay); /* no one can be told of an error */
+    if (queue->lock)
+        PyThread_free_lock(queue->lock);
     if (queue->stock)
         stock_release(queue->stock);
     PyObject_Free(object);
@@ -204,14 +219,14 @@ static void queue_free(PyObject *object) {
 
 static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *functions, *compute, *refuse, *copy_type;
-    unsigned long long out, back;
+    unsigned long long out, back, beside;
     int device;
     if (kwargs && PyDict_Size(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "Queue takes no keywords");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "O!i(KK)OOO!", &PyTuple_Type, &functions, &device, &out, &back, &compute, &refuse,
-                          &PyType_Type, &copy_type))
+    if (!PyArg_ParseTuple(args, "O!i(KKK)OOO!", &PyTuple_Type, &functions, &device, &out, &back, &beside, &compute,
+                          &refuse, &PyType_Type, &copy_type))
         return NULL;
     if (PyTuple_Size(functions) != FUNCTIONS || !PyType_IsSubtype((PyTypeObject *)copy_type, &PyTuple_Type)) {
         PyErr_Format(PyExc_TypeError, "%d functions and a kind of tuple are needed", (int)FUNCTIONS);
@@ -229,7 +244,8 @@ static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     memset((char *)queue + sizeof(PyObject), 0, sizeof(Queue) - sizeof(PyObject));
     queue->stock = PyMem_Calloc(1, sizeof(Stock));
     queue->device = PyLong_FromLong(device);
-    if (!queue->stock || !queue->device) {
+    queue->lock = PyThread_allocate_lock();
+    if (!queue->stock || !queue->device || !queue->lock) {
         Py_DECREF(queue);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
@@ -237,8 +253,9 @@ static PyObject *queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     queue->stock->holders = 1;
     queue->stock->device = device;
     queue->stock->refuse = Py_NewRef(refuse);
-    queue->ways[0] = (Stream)(uintptr_t)out;
-    queue->ways[1] = (Stream)(uintptr_t)back;
+    queue->ways[OUT] = (Stream)(uintptr_t)out;
+    queue->ways[BACK] = (Stream)(uintptr_t)back;
+    queue->beside = (Stream)(uintptr_t)beside;
     queue->compute = Py_NewRef(compute);
     queue->copy_type = Py_NewRef(copy_type);
     queue->mark_type = (PyTypeObject *)Py_NewRef(*(PyObject **)PyType_GetModuleState(type));
@@ -339,26 +356,80 @@ static PyObject *queue_forget(PyObject *object, PyObject *Py_UNUSED(ignored)) {
     Py_RETURN_NONE;
 }
 
-/* All that one copy asks of the runtime, in order; nothing of Python. `done`: copies that were tried. */
-static int start(Stock *stock, Stream stream, Event *waits, size_t waits_count, Event began, Event ended, void **sources,
-                 void **targets, size_t *lengths, size_t count) {
-    const Runtime *runtime = &stock->runtime;
-    int before, error = enter(stock, &before);
-    for (size_t i = 0; i < waits_count && !error; i++)
-        error = runtime->stream_wait(stream, waits[i], 0);
-    if (!error && began)
-        error = runtime->event_record(began, stream);
-    if (count <= FEW || !runtime->copy_batch) {
-        for (size_t i = 0; i < count && !error; i++)
-            error = runtime->copy(targets[i], sources[i], lengths[i], DEFAULT_KIND, stream);
-    } else if (!error) {
-        Attributes attributes = {ORDERED_BY_STREAM, 0, 0, 0, 0, 0};
-        size_t from = 0;
-        error = runtime->copy_batch(targets, sources, lengths, count, &attributes, &from, 1, stream);
-    }
+/* The other stream's turn: what is out next comes after all that is out so far. */
+static int turn(Queue *queue) {
+    const Runtime *runtime = &queue->stock->runtime;
+    Stream before = queue->ways[OUT];
+    int error = queue->relay ? 0 : runtime->event_create(&queue->relay, NO_TIMING);
     if (!error)
-        error = runtime->event_record(ended, stream);
+        error = runtime->event_record(queue->relay, before);
+    if (!error)
+        error = runtime->stream_wait(queue->beside, queue->relay, 0);
+    if (!error) {
+        queue->ways[OUT] = queue->beside;
+        queue->beside = before;
+        queue->since = 0;
+    }
+    return error;
+}
+
+/* Copies of some pieces in order, out by turns. */
+static int copy_all(Queue *queue, long way, void **sources, void **targets, size_t *lengths, size_t count) {
+    const Runtime *runtime = &queue->stock->runtime;
+    int turns = way == OUT && queue->beside, error = 0;
+    size_t i = 0, at = 0; /* the next piece, and bytes of it that are done */
+    while (i < count && !error) {
+        if (turns && queue->since >= TURN)
+            error = turn(queue);
+        size_t left = lengths[i] - at, from = i;
+        Stream stream = queue->ways[way];
+        if (error)
+            break;
+        if (turns && (at || left > TURN)) { /* a part of a long one, or its rest; no rest is much shorter than a turn */
+            size_t part = left < TURN + TURN / 4 ? left : TURN;
+            error = runtime->copy((char *)targets[i] + at, (char *)sources[i] + at, part, DEFAULT_KIND, stream);
+            queue->since += part;
+            at = part == left ? 0 : at + part;
+            i += !at;
+            continue;
+        }
+        size_t nbytes = 0;
+        do
+            nbytes += lengths[i++];
+        while (i < count && (!turns || queue->since + nbytes + lengths[i] <= TURN));
+        queue->since += turns ? nbytes : 0;
+        if (i - from <= FEW || !runtime->copy_batch) {
+            for (; from < i && !error; from++)
+                error = runtime->copy(targets[from], sources[from], lengths[from], DEFAULT_KIND, stream);
+        } else {
+            Attributes attributes = {ORDERED_BY_STREAM, 0, 0, 0, 0, 0};
+            size_t first = 0;
+            error = runtime->copy_batch(targets + from, sources + from, lengths + from, i - from, &attributes, &first, 1,
+                                        stream);
+        }
+    }
+    return error;
+}
+
+/* All that one copy asks of the runtime, in order; nothing of Python. */
+static int start(Queue *queue, long way, Event *waits, size_t waits_count, Event began, Event ended, void **sources,
+                 void **targets, size_t *lengths, size_t count) {
+    const Stock *stock = queue->stock;
+    const Runtime *runtime = &stock->runtime;
+    PyThread_acquire_lock(queue->lock, WAIT_LOCK);
+    int before, error = enter(stock, &before);
+    if (!error && way == OUT && queue->beside && queue->since >= TURN)
+        error = turn(queue);
+    for (size_t i = 0; i < waits_count && !error; i++)
+        error = runtime->stream_wait(queue->ways[way], waits[i], 0);
+    if (!error && began)
+        error = runtime->event_record(began, queue->ways[way]);
+    if (!error)
+        error = copy_all(queue, way, sources, targets, lengths, count);
+    if (!error)
+        error = runtime->event_record(ended, queue->ways[way]);
     leave(stock, before);
+    PyThread_release_lock(queue->lock);
     return error;
 }
 
@@ -431,8 +502,8 @@ static PyObject *queue_copy(PyObject *object, PyObject *const *args, Py_ssize_t 
         goto end;
     int error;
     Py_BEGIN_ALLOW_THREADS
-    error = start(queue->stock, queue->ways[way], waits, waits_count, began ? began->event : NULL, ended->event, sources,
-                  targets, lengths, count);
+    error = start(queue, way, waits, waits_count, began ? began->event : NULL, ended->event, sources, targets, lengths,
+                  count);
     Py_END_ALLOW_THREADS
     if (error) {
         refused(queue->stock, error, count, nbytes);
@@ -464,7 +535,7 @@ static PyType_Slot queue_slots[] = {
     {Py_tp_new, queue_new},
     {Py_tp_dealloc, queue_free},
     {Py_tp_methods, queue_methods},
-    {Py_tp_doc, "Queue(functions, device, (out, back), compute, refuse, copy_type): copies on two streams of one GPU."},
+    {Py_tp_doc, "Queue(functions, device, (out, back, out by turns), compute, refuse, copy_type): copies on one GPU."},
     {0, NULL},
 };
 static PyType_Spec queue_spec = {"te_offload_cuda_queue.Queue", sizeof(Queue), 0, Py_TPFLAGS_DEFAULT, queue_slots};

@@ -1,6 +1,6 @@
 """Copies and their marks in compiled code: what cuda_queue.c has, seen from Python, and how it gets here.
 
-In: a GPU and two streams. Out: a `Queue`, or why there is none. Keeps true: it is built for this Python by the machine's C
+In: a GPU and streams. Out: a `Queue`, or why there is none. Keeps true: it is built for this Python by the machine's C
 compiler, once: Triton, which comes with torch and builds its own launchers so, keeps it in its cache on disk. Does not:
 fail: where it cannot be built, torch's calls and those of ctypes do the same, and `te-offload doctor` says why.
 """
@@ -41,7 +41,7 @@ class QueueMark(Protocol):
 
 
 class Queue(Protocol):
-    """Two streams of one GPU, for copies, and the current stream of torch, which computes.
+    """Streams of one GPU for copies each way, those out by turns, and the current stream of torch, which computes.
 
     Every call raises CopyError where the CUDA runtime refuses.
     """
@@ -56,7 +56,7 @@ class Queue(Protocol):
         """Start a copy after some marks, at least one.
 
         Args:
-            way: 0 for the first stream, 1 for the second. pieces: source address, target address, bytes.
+            way: 0 out, 1 back. pieces: source address, target address, bytes.
             after: marks. timed: whether its begin and end can be timed.
 
         Returns:
@@ -74,11 +74,12 @@ class Built(NamedTuple):
     reason: str
 
 
-def new_queue(device: int, streams: tuple[int, int], copy_type: type[tuple[Any, ...]]) -> Queue | None:
+def new_queue(device: int, streams: tuple[int, int, int], copy_type: type[tuple[Any, ...]]) -> Queue | None:
     """A queue, if there is compiled code.
 
     Args:
-        device: the GPU. streams: their handles. copy_type: a kind of tuple, made for each copy.
+        device: the GPU. streams: handles of the one out, the one back, and the one that copies out by turns with the first;
+            0: none does. copy_type: a kind of tuple, made for each copy.
     """
     module = build().module
     if module is None:

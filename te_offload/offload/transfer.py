@@ -4,9 +4,11 @@ In: pieces (source address, target address, bytes). Out: `Copy` values, whose `M
 Keeps true: a copy starts after every mark that it is told to come after; the host never blocks, except in `Mark.wait`.
 Does not: own memory, or decide.
 
-A GPU has one stream each way. What a copy asks of CUDA goes through compiled code (cuda_queue.py) where there is some, else
-through torch and ctypes, which take the host longer; while a CUDA graph is captured through these too. On the CPU the same
-calls copy at once.
+A GPU has one stream back and two out, which take turns: each waits for the other, so that copies out end in their order, as
+on one stream, but what the host asks the GPU for in between waits for a turn's bytes at most and not for all that is queued
+(cuda_queue.c says why). What a copy asks of CUDA goes through compiled code (cuda_queue.py) where there is some, else
+through torch and ctypes, which take the host longer; while a CUDA graph is captured through these too, without turns. On
+the CPU the same calls copy at once.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -26,6 +28,7 @@ from te_offload.offload.streams import new_stream
 
 Piece = tuple[int, int, int]  # source address, target address, bytes
 _OUT, _BACK = 0, 1  # ways of a queue
+_TURN = 32 << 20  # bytes out on one stream before it is the other one's turn; cuda_queue.c has it too
 
 
 class Mark(Protocol):
@@ -189,26 +192,66 @@ class _ReplayedMark:
 
 
 class _Way:
-    """One direction: its stream, and the last mark that the stream was told to wait for first."""
+    """One direction: its stream, and the last mark that the stream was told to wait for first.
 
-    __slots__ = ("first", "handle", "stream")
+    Args:
+        stream: whose turn it is first. beside: the one that takes turns with it, if one does.
+    """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, beside: torch.cuda.Stream | None = None) -> None:
         self.stream = stream
-        self.handle = stream.cuda_stream
+        self.beside = beside
+        self.since = 0  # bytes since the last turn
         self.first: Mark | None = None
+
+    @property
+    def handle(self) -> int:
+        """Of the stream whose turn it is."""
+        return int(self.stream.cuda_stream)
+
+    def take_turns(self) -> None:
+        """It is the other stream's turn, if enough has gone on this one: what is next comes after all so far."""
+        if self.beside is not None and self.since >= _TURN:
+            self.beside.wait_stream(self.stream)
+            self.stream, self.beside, self.since = self.beside, self.stream, 0
+
+    def parts(self, pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
+        """The pieces in order, cut where a turn ends; it is over when the next part is asked for."""
+        if self.beside is None:
+            yield pieces
+            return
+        part: list[Piece] = []
+        for source, target, nbytes in pieces:
+            done = 0
+            while done < nbytes:
+                left = nbytes - done
+                length = left if left < _TURN + _TURN // 4 else _TURN  # no rest is much shorter than a turn
+                if part and self.since + length > _TURN:
+                    yield part
+                    part = []
+                    self.take_turns()
+                part.append((source + done, target + done, length))
+                self.since += length
+                done += length
+                if self.since >= _TURN:
+                    yield part
+                    part = []
+                    self.take_turns()
+        if part:
+            yield part
 
 
 class CudaTransfer:
-    """Between a GPU and page-locked host memory, on one stream each way.
+    """Between a GPU and page-locked host memory, on one stream back and two out.
 
     Args:
-        device: the GPU. stream: for both ways instead. compiled: whether compiled code is used, where there is some.
+        device: the GPU. stream: for both ways instead, without turns.
+        compiled: whether compiled code is used, where there is some.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None, *, compiled: bool = True) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._out = _Way(stream or new_stream(self._index))
+        self._out = _Way(stream or new_stream(self._index), None if stream else new_stream(self._index))
         self._back = _Way(stream or new_stream(self._index))
         self._copier = Copier(self._index)
         self.timed = True
@@ -218,7 +261,9 @@ class CudaTransfer:
         self._events: dict[bool, list[torch.cuda.Event]] = {True: [], False: []}
         self._compute_streams: dict[int, torch.cuda.Stream] = {}
         self._capturing = False
-        self._compiled = new_queue(self._index, (self._out.handle, self._back.handle), Copy) if compiled else None
+        beside = 0 if self._out.beside is None else self._out.beside.cuda_stream
+        streams = self._out.handle, self._back.handle, beside
+        self._compiled = new_queue(self._index, streams, Copy) if compiled else None
         self._queue = self._compiled  # none while a graph is captured
 
     def capture(self, *, on: bool) -> None:
@@ -270,16 +315,18 @@ class CudaTransfer:
         return first.milliseconds_to(second)  # type: ignore[attr-defined,no-any-return]
 
     def _copy(self, way: _Way, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
-        stream = way.stream
+        if not self._capturing:
+            way.take_turns()
         known = after[0] is way.first  # the stream waits for it already
         if self._capturing and not known:
             self._continue_compute()
         for mark in after[1:] if known else after:
-            self._wait_event(mark.event, stream)  # type: ignore[attr-defined]
+            self._wait_event(mark.event, way.stream)  # type: ignore[attr-defined]
         way.first = after[0]
-        began = self._record(stream) if self.timed else None  # not what it comes after: the host may be late
-        self._copier.start(pieces, way.handle)
-        return Copy(began, self._record(stream))
+        began = self._record(way.stream) if self.timed else None  # not what it comes after: the host may be late
+        for part in (pieces,) if self._capturing else way.parts(pieces):
+            self._copier.start(part, way.handle)
+        return Copy(began, self._record(way.stream))
 
     def _continue_compute(self) -> None:
         """Have more work of the compute stream follow its last work before a copy does.

@@ -98,8 +98,9 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, cycles: int, *names: str) -> No
         copy, way = getattr(CudaTransfer, name), "_out" if name == "copy_out" else "_back"
 
         def slow(self: CudaTransfer, pieces: Any, after: Any, copy: Any = copy, way: str = way) -> Any:
-            with torch.cuda.stream(getattr(self, way).stream):
-                torch.cuda._sleep(cycles)
+            for stream in filter(None, (getattr(self, way).stream, getattr(self, way).beside)):  # whose turn it may be
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(cycles)
             return copy(self, pieces, after)
 
         monkeypatch.setattr(CudaTransfer, name, slow)

@@ -14,6 +14,7 @@ import torch
 
 from te_offload import OffloadSession
 from te_offload.offload import cuda_queue
+from te_offload.offload.transfer import CudaTransfer
 from tests.gpu.paths import (
     FORMATS,
     HIDDEN,
@@ -52,6 +53,25 @@ def test_copies_are_queued_by_compiled_code_or_without_a_compiler_by_torch(
     record = session.records[-1]
     assert came_back_or_never_left(record)
     assert all(row.out_ms is not None and row.out_ms > 0 for row in record.slots if row.bytes_out)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch's calls"])
+def test_number_that_the_host_asks_for_does_not_wait_for_all_copies_out_that_are_queued(compiled: bool) -> None:
+    """On one stream it would: a GPU copies out all that one has queued, however it is cut, before it looks at another's."""
+    nbytes = 256 << 20
+    source = torch.arange(nbytes // 4, dtype=torch.int32, device="cuda")
+    host = torch.zeros_like(source, device="cpu").pin_memory()
+    number = torch.ones(1, device="cuda")
+    number.item()
+    transfer = CudaTransfer(torch.device("cuda", 0), compiled=compiled)
+    ready = transfer.mark()
+    copies = [transfer.copy_out([(source.data_ptr(), host.data_ptr(), nbytes)], (ready,)) for _ in range(8)]
+    number.item()
+    was_over = copies[-1].ended.is_over()
+    copies[-1].ended.wait()
+    assert not was_over
+    assert all(copy.ended.is_over() for copy in copies)
+    assert torch.equal(host, source.cpu())
 
 
 @FORMATS
