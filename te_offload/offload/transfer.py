@@ -5,10 +5,10 @@ Keeps true: a copy starts after every mark that it is told to come after; the ho
 Does not: own memory, or decide.
 
 A GPU has one stream back and two out, which take turns: each waits for the other, so that copies out end in their order, as
-on one stream, but what the host asks the GPU for in between waits for the turn that is under way, not for all that is queued
-(cuda_queue.c says why). What a copy asks of CUDA goes through compiled code (cuda_queue.py) where there is some, else
-through torch and ctypes, which take the host longer; while a CUDA graph is captured through these too, without turns. On
-the CPU the same calls copy at once.
+on one stream, but what the host asks the GPU for in between waits for the turn that is under way and not for all that is
+queued (cuda_queue.c says why). What a copy asks of CUDA goes through compiled code (cuda_queue.py) where there is some,
+else through torch and ctypes, which take the host longer; while a CUDA graph is captured through these too, without turns.
+On the CPU the same calls copy at once.
 """
 
 from __future__ import annotations
