@@ -1,11 +1,10 @@
 /* Copies and the events that order them, several calls of the CUDA runtime for one call from Python.
 
 In: addresses of the runtime's functions, streams, pieces (source address, target address, bytes), marks. Out: copies
-queued, `Mark` objects. Keeps true: what is done with a mark comes after the work that it was recorded behind; a copy is
-queued after all that it must wait for, or not at all; Python's lock is not held while the runtime is called, which may
-block where a stream is full; an event is recorded anew only when nobody holds its mark; copies out by turns on two streams
-come one after the other all the same, and so do those of two threads. Does not: know what is copied, load a library, or
-raise errors of its own for what the runtime refused: a function that is passed in does.
+queued, `Mark` objects (cuda_marks.h). Keeps true: what is done with a mark comes after the work that it was recorded
+behind; a copy is queued after all that it must wait for, or not at all; Python's lock is not held while the runtime is
+called, which may block where a stream is full; copies out by turns on two streams come one after the other all the same,
+and so do those of two threads. Does not: know what is copied, load a library, or raise errors of its own.
 
 Why two streams out: a GPU copies to the host what one stream has queued, all of it, before it looks at another's copies. A
 number that the host asks for (`tolist`, `item`) then waits for all that is on its way out. Where the next copy is another
@@ -14,174 +13,12 @@ stream's, and waits for the one before, the number goes between the two (docs/re
 The same calls through torch and ctypes take the host three to five times as long (docs/results/, host time). Built by
 cuda_queue.py, which has the Python side of the types here. Signatures: NVIDIA's CUDA Runtime API. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stddef.h>
-#include <stdint.h>
+#include "cuda_marks.h"
 
-typedef struct CUevent_st *Event;
-typedef struct CUstream_st *Stream;
-typedef struct { /* cudaMemcpyAttributes */
-    int source_access_order, source_type, source_id, target_type, target_id;
-    unsigned flags;
-} Attributes;
-
-enum { ORDERED_BY_STREAM = 1, DEFAULT_KIND = 4, NO_TIMING = 2, NOT_READY = 600 };
 enum { FEW = 4 };     /* pieces up to which single copies take the host less time than a batch */
 enum { INLINE = 16 }; /* pieces, and marks, for which no memory is asked for */
 enum { OUT = 0, BACK = 1 };
 enum { TURN = 32 << 20 }; /* bytes out on one stream before it is the other one's turn */
-
-typedef struct {
-    int (*event_create)(Event *, unsigned);
-    int (*event_destroy)(Event);
-    int (*event_record)(Event, Stream);
-    int (*event_query)(Event);
-    int (*event_synchronize)(Event);
-    int (*event_elapsed)(float *, Event, Event);
-    int (*stream_wait)(Stream, Event, unsigned);
-    int (*copy)(void *, const void *, size_t, int, Stream);
-    int (*copy_batch)(void **, void **, size_t *, size_t, Attributes *, size_t *, size_t, Stream); /* or NULL */
-    int (*get_device)(int *);
-    int (*set_device)(int);
-    int (*last_error)(void);
-} Runtime;
-enum { FUNCTIONS = sizeof(Runtime) / sizeof(void (*)(void)) };
-
-/* Events of one GPU that nobody holds. It lives as long as a queue or a mark does. */
-typedef struct {
-    Runtime runtime;
-    PyObject *refuse; /* (error, copies, bytes): raises */
-    Py_ssize_t holders;
-    int device;
-    struct {
-        Event *events;
-        size_t count, room;
-    } spare[2]; /* without times, and with */
-} Stock;
-
-static void stock_release(Stock *stock) {
-    if (--stock->holders)
-        return;
-    for (int timed = 0; timed < 2; timed++) {
-        for (size_t i = 0; i < stock->spare[timed].count; i++)
-            stock->runtime.event_destroy(stock->spare[timed].events[i]); /* no one can be told of an error */
-        PyMem_Free(stock->spare[timed].events);
-    }
-    Py_XDECREF(stock->refuse);
-    PyMem_Free(stock);
-}
-
-/* Raise what the runtime has refused. Always NULL. */
-static PyObject *refused(Stock *stock, int error, size_t copies, size_t nbytes) {
-    PyObject *result = PyObject_CallFunction(stock->refuse, "inn", error, (Py_ssize_t)copies, (Py_ssize_t)nbytes);
-    if (result) {
-        Py_DECREF(result);
-        PyErr_SetString(PyExc_SystemError, "an error of the CUDA runtime was not raised");
-    }
-    return NULL;
-}
-
-/* Make the stock's GPU the current one: events are made for that, and the default stream's handle means that one's.
-`before`: what `leave` makes current again. */
-static int enter(const Stock *stock, int *before) {
-    *before = stock->device;
-    int error = stock->runtime.get_device(before);
-    return !error && *before != stock->device ? stock->runtime.set_device(stock->device) : error;
-}
-
-static void leave(const Stock *stock, int before) {
-    if (before != stock->device)
-        stock->runtime.set_device(before);
-}
-
-/* Mark ---------------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    PyObject_HEAD
-    Stock *stock;
-    Event event;
-    int timed;
-} Mark;
-
-static void mark_free(PyObject *object) {
-    Mark *mark = (Mark *)object;
-    Stock *stock = mark->stock;
-    PyTypeObject *type = Py_TYPE(object);
-    if (mark->event) {
-        int timed = mark->timed;
-        if (stock->spare[timed].count == stock->spare[timed].room) {
-            size_t room = stock->spare[timed].room ? 2 * stock->spare[timed].room : 64;
-            Event *events = PyMem_Realloc(stock->spare[timed].events, room * sizeof(Event));
-            if (events) {
-                stock->spare[timed].events = events;
-                stock->spare[timed].room = room;
-            }
-        }
-        if (stock->spare[timed].count < stock->spare[timed].room)
-            stock->spare[timed].events[stock->spare[timed].count++] = mark->event;
-        else
-            stock->runtime.event_destroy(mark->event);
-    }
-    stock_release(stock);
-    PyObject_Free(object);
-    Py_DECREF(type);
-}
-
-static PyObject *mark_is_over(PyObject *object, PyObject *Py_UNUSED(ignored)) {
-    Mark *mark = (Mark *)object;
-    int error;
-    Py_BEGIN_ALLOW_THREADS
-    error = mark->stock->runtime.event_query(mark->event);
-    if (error == NOT_READY)
-        mark->stock->runtime.last_error(); /* else torch would raise it after its next kernel */
-    Py_END_ALLOW_THREADS
-    if (error && error != NOT_READY)
-        return refused(mark->stock, error, 0, 0);
-    return PyBool_FromLong(!error);
-}
-
-static PyObject *mark_wait(PyObject *object, PyObject *Py_UNUSED(ignored)) {
-    Mark *mark = (Mark *)object;
-    int error;
-    Py_BEGIN_ALLOW_THREADS
-    error = mark->stock->runtime.event_synchronize(mark->event);
-    Py_END_ALLOW_THREADS
-    if (error)
-        return refused(mark->stock, error, 0, 0);
-    Py_RETURN_NONE;
-}
-
-static PyObject *mark_milliseconds_to(PyObject *object, PyObject *other) {
-    Mark *mark = (Mark *)object;
-    float milliseconds = 0;
-    if (Py_TYPE(other) != Py_TYPE(object)) {
-        PyErr_SetString(PyExc_TypeError, "another Mark is needed");
-        return NULL;
-    }
-    int error = mark->stock->runtime.event_elapsed(&milliseconds, mark->event, ((Mark *)other)->event);
-    if (error)
-        return refused(mark->stock, error, 0, 0);
-    return PyFloat_FromDouble(milliseconds);
-}
-
-static PyMethodDef mark_methods[] = {
-    {"is_over", mark_is_over, METH_NOARGS, "Whether it has passed. Never blocks."},
-    {"wait", mark_wait, METH_NOARGS, "Block the host until it has passed."},
-    {"milliseconds_to", mark_milliseconds_to, METH_O, "Time from this timed mark to another one; both have passed."},
-    {NULL, NULL, 0, NULL},
-};
-static PyType_Slot mark_slots[] = {
-    {Py_tp_dealloc, mark_free},
-    {Py_tp_methods, mark_methods},
-    {Py_tp_doc, "A moment in the work of a GPU."},
-    {0, NULL},
-};
-static PyType_Spec mark_spec = {
-    "te_offload_cuda_queue.Mark", sizeof(Mark), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, mark_slots,
-};
-
-/* Queue --------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     PyObject_HEAD
@@ -192,7 +29,7 @@ typedef struct {
     size_t since;            /* bytes out since the last turn */
     PyThread_type_lock lock; /* held while a copy is queued: Python's is not */
     PyObject *first[2];      /* the mark that a way waited for first, the last time */
-    PyObject *compute;  /* gives the handle of the compute stream, asked with the number of the GPU */
+    PyObject *compute;       /* gives the handle of the compute stream, asked with the number of the GPU */
     PyObject *device;
     PyObject *copy_type;
     PyTypeObject *mark_type;

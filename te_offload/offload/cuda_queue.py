@@ -19,11 +19,12 @@ import torch
 from te_offload.errors import CopyError
 from te_offload.offload.cuda_runtime import handled, runtime
 
-_FUNCTIONS = (  # in the order of cuda_queue.c
+_FUNCTIONS = (  # in the order of cuda_marks.h
     *("cudaEventCreateWithFlags", "cudaEventDestroy", "cudaEventRecord", "cudaEventQuery", "cudaEventSynchronize"),
     *("cudaEventElapsedTime", "cudaStreamWaitEvent", "cudaMemcpyAsync", "cudaMemcpyBatchAsync"),
     *("cudaGetDevice", "cudaSetDevice", "cudaGetLastError"),
 )
+_MARKS = '#include "cuda_marks.h"\n'
 _BATCH = "cudaMemcpyBatchAsync"  # cuda_copies.py has its signature, that of CUDA 13
 
 
@@ -110,8 +111,9 @@ def refuse(error: int, copies: int, nbytes: int) -> None:
 
 @functools.cache
 def build() -> Built:
-    """Compile cuda_queue.c, or find it in Triton's cache."""
-    source = Path(__file__).with_name("cuda_queue.c").read_text()
+    """Compile cuda_queue.c and cuda_marks.h, or find them in Triton's cache."""
+    here = Path(__file__).parent  # Triton compiles one text, in a folder of its own, and knows it by its hash
+    source = (here / "cuda_queue.c").read_text().replace(_MARKS, (here / "cuda_marks.h").read_text())
     try:
         from triton.runtime.build import compile_module_from_src
 
