@@ -233,7 +233,7 @@ static int copy_all(Queue *queue, long way, void **sources, void **targets, size
         size_t nbytes = 0;
         do
             nbytes += lengths[i++];
-        while (i < count && (!turns || queue->since + nbytes + lengths[i] <= TURN));
+        while (i < count && (!turns || (queue->since + nbytes < TURN && lengths[i] <= TURN)));
         queue->since += turns ? nbytes : 0;
         if (i - from <= FEW || !runtime->copy_batch) {
             for (; from < i && !error; from++)

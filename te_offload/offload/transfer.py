@@ -224,19 +224,16 @@ class _Way:
         for source, target, nbytes in pieces:
             done = 0
             while done < nbytes:
-                left = nbytes - done
-                length = left if left < _TURN + _TURN // 4 else _TURN  # no rest is much shorter than a turn
-                if part and self.since + length > _TURN:
-                    yield part
+                if self.since >= _TURN:
+                    if part:
+                        yield part
                     part = []
                     self.take_turns()
+                left = nbytes - done
+                length = left if left < _TURN + _TURN // 4 else _TURN  # no rest is much shorter than a turn
                 part.append((source + done, target + done, length))
                 self.since += length
                 done += length
-                if self.since >= _TURN:
-                    yield part
-                    part = []
-                    self.take_turns()
         if part:
             yield part
 

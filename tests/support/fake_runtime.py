@@ -33,7 +33,7 @@ class Runtime:
 
     Attributes:
         calls: what was asked, less questions for the device. device: the current one.
-        fails: the error of a function, by its name. lock_was_free: whether another thread could run Python during a copy.
+        fails: the error of a function, by its name.
     """
 
     all: ClassVar[list[Runtime]] = []  # marks in a failed test's traceback call it after the test
