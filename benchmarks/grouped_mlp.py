@@ -40,8 +40,8 @@ import transformer_engine.pytorch as te
 from benchmarks import quack_calls
 from te_offload import ops
 from te_offload.demo.recipes import RECIPES
-from te_offload.fused import hopper
-from te_offload.fused.kernels import sm90, sm90_glu
+from te_offload.fused import hopper, machine
+from te_offload.fused.kernels import sm90, sm90_glu, sm90_tiles
 from te_offload.fused.kernels.interface import Gate, Gated, SquaredReLU
 from te_offload.ops import te_adapter
 from te_offload.units import format_bytes
@@ -91,7 +91,11 @@ class Case:
         self.sizes = torch.tensor(split(experts, tokens, skew=skew), device="cuda")
         self.even = torch.tensor(split(experts, tokens, skew=None), device="cuda") if skew else None
         self._packed = [weights.requires_grad_() for weights in packed]
-        self._kernels = sm90_glu.Sm90GluKernels(Gated(Gate.SWIGLU)) if gated else sm90.Sm90Kernels(SquaredReLU())
+        tiles = sm90_tiles.tiles_of(quick_memory=machine.has_quick_memory())
+        if gated:
+            self._kernels: sm90.Sm90Kernels = sm90_glu.Sm90GluKernels(Gated(Gate.SWIGLU), tiles)
+        else:
+            self._kernels = sm90.Sm90Kernels(SquaredReLU(), tiles)
 
     def forward_of(self, module: torch.nn.Module, sizes: torch.Tensor | None = None) -> Step:
         """A forward with what autograd needs; ``sizes``: other ones than the case's."""

@@ -21,6 +21,7 @@ from quack.gemm import gemm as gemm_in_tiles
 from quack.gemm_config import GemmConfig
 from quack.gemm_interface import gemm, gemm_act, gemm_dact
 
+from te_offload.fused import machine
 from te_offload.fused.kernels import sm90_launch, sm90_tiles
 
 Step = Callable[[], Any]
@@ -162,7 +163,10 @@ def _compare(expected: tuple[torch.Tensor, ...], found: tuple[torch.Tensor, ...]
 
 def _tile(product: str, tensors: Tensors, rows: int | None, columns: int, depth: int = 0) -> sm90_launch.Tile:
     regime = sm90_tiles.Regime.of(tensors.x.shape[0], tensors.w1.shape[0])
-    return sm90_tiles.tile_for(product, regime, rows, columns, depth)
+    in_use: sm90_launch.Tile = sm90_tiles.tiles_of(quick_memory=machine.has_quick_memory())(
+        product, regime, rows, columns, depth
+    )
+    return in_use
 
 
 def _config(tile: sm90_launch.Tile) -> GemmConfig:

@@ -32,8 +32,9 @@ import torch
 
 from benchmarks import fp8_tiles, tiles
 from benchmarks.grouped_mlp import Step, captured, milliseconds, split
+from te_offload.fused import machine
 from te_offload.fused.kernels.sm90_launch import Tile
-from te_offload.fused.kernels.sm90_tiles import Regime, tile_for
+from te_offload.fused.kernels.sm90_tiles import Regime, entry_of, tile_for
 
 REST_S = 0.01
 _WGRAD = "192t/32 192t/32@1x2 192t/32@2x1 256/32@1x2 256/32@2x1 128t/32@1x2 160t/32@1x2"
@@ -88,7 +89,8 @@ class Row(NamedTuple):
 
     Attributes:
         recipe, activation: as asked for. shape: experts, hidden, ffn, tokens. routing: ``"even"`` or ``"random"``.
-        product: of `CANDIDATES`. tile: as written there. hot, cool: see the head of this file.
+        product: of `CANDIDATES`. tile: as written there. hot, cool: see the head of this file. quick_memory: the card's
+            (`machine.has_quick_memory`).
     """
 
     recipe: str
@@ -99,6 +101,7 @@ class Row(NamedTuple):
     tile: str
     hot: float
     cool: float
+    quick_memory: bool = False
 
 
 class Result(NamedTuple):
@@ -109,6 +112,7 @@ class Result(NamedTuple):
     rows: int | None
     columns: int
     depth: int
+    quick_memory: bool
 
     @classmethod
     def of(cls, row: Row) -> Result:
@@ -131,12 +135,12 @@ class Result(NamedTuple):
             name = {"fc1": "glu", "dact": "dglu"}.get(name, name)
         if fp8:
             name = _name_in_fp8(row.recipe, name)
-        return cls(name, Regime.of(shape.tokens, shape.experts), rows, columns, depth)
+        return cls(name, Regime.of(shape.tokens, shape.experts), rows, columns, depth, row.quick_memory)
 
     @property
     def tile(self) -> Tile:
         """In use."""
-        return tile_for(*self)
+        return tile_for(*self[:5], quick_memory=self.quick_memory)
 
 
 def _name_in_fp8(recipe: str, name: str) -> str:
@@ -176,7 +180,7 @@ def timed(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, float]]
 
 def sweep(recipe: str, activation: str, shape: Shape, products: Iterable[str], rounds: int) -> list[Row]:
     """All tiles of these products."""
-    gated, found = activation == "swiglu", []
+    gated, quick, found = activation == "swiglu", machine.has_quick_memory(), []
     for routing, sizes in (
         ("even", split(shape.experts, shape.tokens, skew=None)),
         ("random", tiles.random_split(shape.experts, shape.tokens)),
@@ -188,7 +192,8 @@ def sweep(recipe: str, activation: str, shape: Shape, products: Iterable[str], r
                 continue  # which of the two it is, their shapes tell
             steps, kept = steps_of(recipe, case, product, CANDIDATES[recipe, activation][product].split())
             rows = timed(steps, rounds)
-            found += [Row(recipe, activation, [*shape], routing, product, name, *times) for name, times in rows.items()]
+            of = recipe, activation, [*shape], routing, product
+            found += [Row(*of, name, *times, quick_memory=quick) for name, times in rows.items()]
             del steps, kept
             torch.cuda.empty_cache()
     return found
@@ -220,7 +225,7 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
     sums: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     results = {}
     for row in rows:
-        key = (row.recipe, row.activation, *row.shape, row.product)
+        key = (row.recipe, row.activation, *row.shape, row.product, *(["quick memory"] if row.quick_memory else []))
         sums[key][row.tile] += row.hot, row.cool
         results[key] = Result.of(row)
     return [
@@ -248,19 +253,21 @@ def fitted(cells: list[Cell]) -> dict[str, float]:
 
 def say_fit(cells: list[Cell]) -> None:
     """A line for each product and regime."""
-    groups: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+    groups: dict[tuple[str, str, bool], list[Cell]] = defaultdict(list)
     for cell in cells:
-        groups[cell.result.name, cell.result.regime.name].append(cell)
+        result = cell.result
+        groups[entry_of(result.name, result.depth), result.regime.name, result.quick_memory].append(cell)
     print(
         "| product, tokens an expert | shapes | in use: mean, most | fitted: mean, most | factors |\n|---|---|---|---|---|"
     )
-    for (name, regime), group in groups.items():
+    for (name, regime, quick), group in groups.items():
         factors = fitted(group)
         chosen = [min(cell.times, key=lambda tile: cell.padded(tile) * factors[tile]) for cell in group]
         of_fit = [cell.excess(tile) for cell, tile in zip(group, chosen, strict=True)]
         of_use = [cell.excess(cell.in_use) for cell in group if cell.in_use]
         words = " ".join(f"{tile} {factor:.3f}" for tile, factor in [*factors.items()][:6])
-        print(f"| {name}, {regime.lower()} | {len(group)} | {_both(of_use)} | {_both(of_fit)} | {words} |")
+        label = f"{name}, {regime.lower()}{', quick memory' if quick else ''}"
+        print(f"| {label} | {len(group)} | {_both(of_use)} | {_both(of_fit)} | {words} |")
 
 
 def _both(values: list[float]) -> str:
@@ -299,7 +306,7 @@ def main() -> None:
     if rows:
         say_fit(cells_of(rows))
     if arguments.json:
-        result = {"schema": "1.0", "rows": [row._asdict() for row in rows]}
+        result = {"schema": "1.1", "rows": [row._asdict() for row in rows]}
         arguments.json.write_text(json.dumps(result) + "\n")
 
 

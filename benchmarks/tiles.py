@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.grouped_mlp import Step, captured, milliseconds, split
+from te_offload.fused import machine
 from te_offload.fused.kernels import sm90, sm90_glu, sm90_tiles
 from te_offload.fused.kernels.interface import Counts, Gate, Gated, Orders, SquaredReLU
 from te_offload.fused.kernels.sm90_launch import Tile
@@ -99,11 +100,13 @@ class Products:
     """The six products of a step, one after the other or each by itself, a way."""
 
     def __init__(self, case: Case, way: Way) -> None:
+        in_use = sm90_tiles.tiles_of(quick_memory=machine.has_quick_memory())
+
         def tile_for(name: str, regime: sm90_tiles.Regime, rows: int | None, columns: int, depth: int = 0) -> Tile:
             choice = way.get(_GATED.get(name, name), Choice())
             if name == "wgrad":  # by its columns, which are FC1's or FC2's input's
                 choice = way.get("fc1_wgrad" if columns == case.x.shape[1] else "fc2_wgrad", choice)
-            return choice.tile or sm90_tiles.tile_for(name, regime, rows, columns, depth)
+            return choice.tile or in_use(name, regime, rows, columns, depth)
 
         self._from_start = {name for name, choice in way.items() if choice.from_start}
         self._case = case

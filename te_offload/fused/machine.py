@@ -1,7 +1,7 @@
-"""Whether this machine can run the Hopper kernels: the card, and the packages that they come in.
+"""Whether this machine can run the Hopper kernels: the card, its memory, and the packages that they come in.
 
-In: nothing. Out: a reason against it, or none. Keeps true: a package that is there but broken is a reason, not an error in
-a training step. Does not: know windows.
+In: nothing. Out: a reason against it, or none; whether memory is quick. Keeps true: a package that is there but broken is
+a reason, not an error in a training step. Does not: know windows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ KERNEL_PACKAGES = (
     ("quack-kernels", "quack", "0.6.5"),
     ("nvidia-cutlass-dsl", "cutlass", "4.8.1"),
 )  # as in pyproject.toml
+_QUICK_FROM = 120 * 10**9  # bytes: H200s have 141 GB, at 4.8 TB/s; H100s 80 to 96, at 2 to 4
 
 
 def reason_against(switch: str, *, quantizes: bool) -> str | None:
@@ -41,6 +42,13 @@ def reason_against(switch: str, *, quantizes: bool) -> str | None:
     if quantizes and importlib.util.find_spec("triton") is None:
         return "triton, which has the quantizers, is not installed"
     return None
+
+
+def has_quick_memory() -> bool:
+    """Whether the current device's memory is that of an H200 (HBM3e), for which tiles have been measured apart. Told by its
+    size, as a part of such a card (MIG) is not: it then has an H100's tiles.
+    """
+    return torch.cuda.is_available() and torch.cuda.get_device_properties().total_memory >= _QUICK_FROM
 
 
 def broken_package(*, quantizes: bool) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from te_offload.fused import block_pass, fp8_pass
+from te_offload.fused import block_pass, fp8_pass, machine
 from te_offload.fused.block_pass import BlockPass
 from te_offload.fused.fp8_pass import Fp8Pass
 from te_offload.fused.kernels.interface import Activation, Counts, Gated, Kernels
@@ -89,18 +89,20 @@ def make_kernels(way: Way, activation: Activation, *, reference: bool) -> Kernel
     if reference:
         kinds: dict[Way, type[ReferenceKernels]] = {DENSE: ReferenceKernels, TENSOR_SCALES: ReferenceFp8Kernels}
         return kinds.get(way, ReferenceBlockKernels)(activation)
-    gated = isinstance(activation, Gated)
+    from te_offload.fused.kernels.sm90_tiles import tiles_of
+
+    gated, tiles = isinstance(activation, Gated), tiles_of(quick_memory=machine.has_quick_memory())
     if way == DENSE:
         from te_offload.fused.kernels.sm90 import Sm90Kernels
         from te_offload.fused.kernels.sm90_glu import Sm90GluKernels
 
-        return (Sm90GluKernels if gated else Sm90Kernels)(activation)
+        return (Sm90GluKernels if gated else Sm90Kernels)(activation, tiles)
     if way == TENSOR_SCALES:
         from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels
         from te_offload.fused.kernels.sm90_fp8_glu import Sm90Fp8GluKernels
 
-        return (Sm90Fp8GluKernels if gated else Sm90Fp8Kernels)(activation)
+        return (Sm90Fp8GluKernels if gated else Sm90Fp8Kernels)(activation, tiles)
     from te_offload.fused.kernels.sm90_block_glu import Sm90BlockGluKernels
     from te_offload.fused.kernels.sm90_blocks import Sm90BlockKernels
 
-    return (Sm90BlockGluKernels if gated else Sm90BlockKernels)(activation)
+    return (Sm90BlockGluKernels if gated else Sm90BlockKernels)(activation, tiles)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
 
 from te_offload import OffloadSession, ops
-from te_offload.fused import Fusion, Support, blackwell, find_windows, hopper, machine
+from te_offload.fused import Fusion, Support, blackwell, find_windows, hopper, machine, quantized
 from te_offload.fused.calls import calls_of
+from te_offload.fused.kernels.interface import Gate, Gated, SquaredReLU
+from te_offload.ops.scaling import BlockFormat
 from tests.support.mlp import make_inputs, make_mlp, run
 
 SPLITS = (5, 0, 7, 4)
@@ -130,6 +134,25 @@ def test_machine_without_kernels_says_what_it_lacks(
     monkeypatch.setattr(machine, "_import_error", lambda module: None)
     support = hopper.explain(next(find_windows(list(mlp()))))
     assert support.ok == (not reason) and reason in support.reason
+
+
+@pytest.mark.parametrize(
+    ("card", "nbytes", "quick"), [("H100", 85e9, False), ("H200", 150.1e9, True), (None, 0, False)]
+)
+def test_kernels_take_the_tiles_of_the_card_whose_memory_they_run_in(
+    monkeypatch: pytest.MonkeyPatch, card: str | None, nbytes: float, quick: bool
+) -> None:
+    pytest.importorskip("quack", reason="quack-kernels, which has the kernels, is not installed here")
+    from te_offload.fused.kernels import sm90_tiles
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=int(nbytes)))
+    assert machine.has_quick_memory() is quick
+    asked = "wgrad", sm90_tiles.Regime.MODEST, 1408, 2048
+    for way in (quantized.DENSE, quantized.TENSOR_SCALES, BlockFormat.FP8):
+        for activation in (SquaredReLU(), Gated(Gate.SWIGLU)):
+            kernels: Any = copy.deepcopy(quantized.make_kernels(way, activation, reference=False))
+            assert kernels._tile_for(*asked) == sm90_tiles.tile_for(*asked, quick_memory=quick)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,14 @@ TURNED = ("dact", "dgrad", "wgrad")  # read their second operand transposed
 WIDTHS = range(64, 16384 + 64, 64)
 
 
+@pytest.mark.parametrize("quick_memory", [False, True])
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)
 @pytest.mark.parametrize("product", TURNED)
 def test_operands_that_are_read_transposed_lie_in_strips_of_32_columns_or_more(
-    product: str, regime: sm90_tiles.Regime
+    product: str, regime: sm90_tiles.Regime, quick_memory: bool
 ) -> None:
-    tiles = {sm90_tiles.tile_for(product, regime, 1024, width, depth) for width in WIDTHS for depth in (1408, 14336)}
+    of = sm90_tiles.tiles_of(quick_memory=quick_memory)
+    tiles = {of(product, regime, 1024, width, depth) for width in WIDTHS for depth in (1408, 14336)}
     assert tiles and all(tile.columns % 32 == 0 for tile in tiles)
 
 
@@ -55,7 +57,8 @@ ENOUGH = set(sm90_tiles.Regime) - {
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)
 @pytest.mark.parametrize("shape", [(1408, 2048), (2048, 1408), (1856, 2688), (4096, 14336)])
 def test_gradients_of_weights_load_32_tokens_at_once(shape: tuple[int, int], regime: sm90_tiles.Regime) -> None:
-    assert sm90_tiles.tile_for("wgrad", regime, *shape).per_stage == 32
+    for quick in (False, True):
+        assert sm90_tiles.tile_for("wgrad", regime, *shape, quick_memory=quick).per_stage == 32
 
 
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)
@@ -68,6 +71,23 @@ def test_gradients_share_operands_in_clusters_that_pad_little_where_experts_have
     clusters = [cluster(2048, 1408), cluster(1408, 2048)]  # of 16 rows of tiles; of 11, but four times 512 columns
     beside = (2, 1) if regime is sm90_tiles.Regime.MODEST else (1, 2)
     assert clusters == ([(2, 1), beside] if regime in ENOUGH else [(1, 1), (1, 1)])
+
+
+def test_gradients_stay_in_single_tiles_on_an_h200_where_clusters_would_pad_them() -> None:
+    def cluster(rows: int, columns: int, *, quick_memory: bool) -> tuple[int, int]:
+        modest = sm90_tiles.Regime.MODEST
+        return sm90_tiles.tile_for("wgrad", modest, rows, columns, quick_memory=quick_memory)[2:4]
+
+    assert cluster(1408, 2048, quick_memory=True) == (1, 1) != cluster(1408, 2048, quick_memory=False)  # 11 of 128
+    assert cluster(2048, 1408, quick_memory=True) == (2, 1)  # 16
+
+
+@pytest.mark.parametrize("regime", sm90_tiles.Regime)
+@pytest.mark.parametrize("product", ["glu", "dglu", "blocks", "fp8 fast", "fp8 split dact"])
+def test_what_no_h200_was_asked_about_has_the_same_tiles_there(product: str, regime: sm90_tiles.Regime) -> None:
+    of = sm90_tiles.tiles_of(quick_memory=True)
+    for width in WIDTHS:
+        assert of(product, regime, None, width, 2048) == sm90_tiles.tile_for(product, regime, None, width, 2048)
 
 
 def test_gradients_stay_in_single_tiles_where_clusters_would_pad_much() -> None:

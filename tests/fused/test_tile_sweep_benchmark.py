@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is not installed here")
 
 from benchmarks import fp8_tiles, tile_sweep, tiles
+from te_offload.fused import machine
 from te_offload.fused.kernels import sm90, sm90_tiles
 from tests.fused.test_fp8_tiles_benchmark import OTHER, case_of
 from tests.fused.test_tiles_benchmark import FFN, HIDDEN, AskedKernels
@@ -108,11 +109,36 @@ def test_products_are_looked_up_under_the_names_that_the_kernels_use(recipe: str
     assert all(name.startswith(prefix) for name in names)
 
 
+def test_each_tile_that_an_h200_likes_better_was_timed_for_its_product() -> None:
+    timed = tile_sweep.CANDIDATES["bf16", "srelu"]
+    for (product, _), entries in sm90_tiles._QUICK_MEMORY.items():
+        known = map(tiles.parse_tile, timed[{"wgrad": "fc1_wgrad"}.get(name := product.split()[0], name)].split())
+        assert {tile for tile, _ in entries} <= {*known}, product
+
+
+def test_a_card_with_quick_memory_is_swept_and_fitted_apart(
+    monkeypatch: pytest.MonkeyPatch, clock: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tiles, "Case", functools.partial(tiles.Case, device="cpu"))
+    monkeypatch.setattr(sm90, "Sm90Kernels", AskedKernels)
+    monkeypatch.setitem(tile_sweep.CANDIDATES["bf16", "srelu"], "fc2", "48t")
+    rows = []
+    for quick in (False, True):
+        monkeypatch.setattr(machine, "has_quick_memory", lambda quick=quick: quick)
+        rows += tile_sweep.sweep("bf16", "srelu", SHAPE, ["fc2"], rounds=1)
+    cells = tile_sweep.cells_of(rows)
+    assert [cell.result.quick_memory for cell in cells] == [False, True]
+    tile_sweep.say_fit(cells)
+    labels = [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert labels == ["| fc2, few", "| fc2, few, quick memory"]
+
+
 def test_tiles_in_use_are_among_the_quickest_of_every_sweep() -> None:
     groups: dict[Any, list[float]] = defaultdict(list)
     for cell in tile_sweep.cells_of(tile_sweep.read(SWEPT)):
         assert cell.in_use is not None, f"{cell.label}: {cell.result.tile} is in use, and no sweep has timed it"
-        groups[cell.result.name, cell.result.regime].append(cell.excess(cell.in_use))
+        groups[cell.result.name, cell.result.regime, cell.result.quick_memory].append(cell.excess(cell.in_use))
+    assert {quick for *_, quick in groups} == {False, True}
     assert len(SWEPT) >= 2 and sum(map(len, groups.values())) > 200
     for group, excess in groups.items():
         assert statistics.fmean(excess) < 0.03 and max(excess) < 0.06, group

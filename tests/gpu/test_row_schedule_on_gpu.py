@@ -17,7 +17,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_launch import Tile
-from te_offload.fused.kernels.sm90_tiles import tile_for
+from te_offload.fused.kernels.sm90_tiles import tile_for, tiles_of
 
 EXPERTS, HIDDEN, FFN, BEYOND = 12, 1152, 896, 5
 SIZES = {
@@ -29,6 +29,7 @@ SIZES = {
 }
 TILES = {
     "in use": tile_for,
+    "in use on an H200": tiles_of(quick_memory=True),
     "one above another": lambda *_: Tile(128, 192, 2, 1, pingpong=True),
     "one beside another": lambda *_: Tile(128, 176, 1, 2, pingpong=True),
     "shared, beside another": lambda *_: Tile(128, 256, 1, 2),

@@ -1,14 +1,14 @@
 """Which tile each of Hopper's grouped GEMMs is cut into.
 
-In: the product, the tokens an expert, the shape of the result. Out: a `Tile`. Keeps true: the choice goes by numbers that
-the host knows, never by split sizes. Does not: know of kernels or of tensors.
+In: the product, the tokens an expert, the shape of the result, whether the card's memory is quick. Out: a `Tile`. Keeps
+true: the choice goes by numbers that the host knows, never by split sizes. Does not: know of kernels or of tensors.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from te_offload.fused.kernels.sm90_launch import Tile
 
@@ -234,10 +234,117 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ("blocks wgrad", Regime.USUAL): _SINGLE_APART,
     ("blocks wgrad", Regime.MANY): _BESIDE_APART,
 }
+# What an H200, whose memory gives 4.8 TB/s for an H100's 3.35, likes better: what a cluster does not load twice is worth
+# less there, and what it pads as much. A product that is not here takes what is above.
+_ABOVE = Tile(128, 192, 2, 1, pingpong=True)
+_SINGLE = Tile(128, 192, 1, 1, pingpong=True)
+_QUICK_DGRAD: Tiles = ((_BESIDE, 1.0), (_SINGLE, 1.004), (_ABOVE, 1.031), (Tile(128, 256, 1, 2), 1.057))
+_QUICK_DEEP_DGRAD: Tiles = (
+    (_BESIDE, 1.0),
+    (_SINGLE, 1.006),
+    (Tile(128, 256, 1, 2), 1.019),
+    (Tile(128, 256, 1, 1), 1.022),
+    (_ABOVE, 1.023),
+)
+_QUICK_MEMORY: dict[tuple[str, Regime], Tiles] = {
+    ("fc1", Regime.SOME): (
+        (Tile(128, 176, 1, 2, pingpong=True), 1.0),
+        (Tile(128, 160, 1, 2, pingpong=True), 1.031),
+        (_BESIDE, 1.034),
+        (Tile(128, 176, 1, 1, pingpong=True), 1.036),
+        (Tile(128, 208, 1, 2, pingpong=True), 1.039),
+        (Tile(128, 208, 1, 1, pingpong=True), 1.049),
+    ),
+    ("fc1", Regime.MODEST): (
+        (_SINGLE, 1.0),
+        (Tile(128, 176, 1, 1, pingpong=True), 1.002),
+        (Tile(128, 208, 1, 2, pingpong=True), 1.005),
+        (_BESIDE, 1.006),
+        (Tile(128, 208, 1, 1, pingpong=True), 1.01),
+        (Tile(128, 160, 1, 2, pingpong=True), 1.01),
+    ),
+    ("fc1", Regime.USUAL): (
+        (_BESIDE, 1.0),
+        (Tile(128, 208, 1, 2, pingpong=True), 1.005),
+        (Tile(128, 176, 1, 1, pingpong=True), 1.009),
+        (Tile(128, 208, 1, 1, pingpong=True), 1.009),
+        (_SINGLE, 1.009),
+        (Tile(128, 176, 1, 2, pingpong=True), 1.011),
+    ),
+    ("fc2", Regime.SOME): (
+        (_BESIDE, 1.0),
+        (Tile(128, 208, 1, 2, pingpong=True), 1.001),
+        (_SINGLE, 1.011),
+        (Tile(128, 208, 1, 1, pingpong=True), 1.017),
+    ),
+    ("fc2", Regime.USUAL): (
+        (Tile(128, 208, 1, 2, pingpong=True), 1.0),
+        (Tile(128, 208, 1, 1, pingpong=True), 1.004),
+        (_BESIDE, 1.01),
+        (_SINGLE, 1.014),
+        (Tile(128, 176, 1, 2, pingpong=True), 1.025),
+    ),
+    ("fc2", Regime.MANY): (
+        (Tile(128, 208, 1, 2, pingpong=True), 1.0),
+        (Tile(128, 208, 1, 1, pingpong=True), 1.004),
+        (_BESIDE, 1.009),
+        (_SINGLE, 1.011),
+        (Tile(128, 176, 1, 2, pingpong=True), 1.015),
+    ),
+    ("dact", Regime.SOME): (
+        (_BESIDE, 1.0),
+        (Tile(128, 160, 1, 2, pingpong=True), 1.002),
+        (Tile(128, 128, 1, 2, pingpong=True), 1.018),
+        (_SINGLE, 1.021),
+    ),
+    ("dact", Regime.MODEST): (
+        (_BESIDE, 1.0),
+        (_SINGLE, 1.008),
+        (Tile(128, 160, 1, 2, pingpong=True), 1.025),
+        (Tile(128, 128, 1, 2, pingpong=True), 1.063),
+    ),
+    ("dact", Regime.USUAL): (
+        (_BESIDE, 1.0),
+        (_SINGLE, 1.005),
+        (_ABOVE, 1.014),
+        (Tile(128, 160, 2, 1, pingpong=True), 1.023),
+        (Tile(128, 160, 1, 2, pingpong=True), 1.028),
+        (Tile(128, 128, 1, 2, pingpong=True), 1.05),
+    ),
+    ("dgrad", Regime.MODEST): ((_SINGLE, 1.0), (_BESIDE, 1.004), (Tile(128, 256, 1, 2), 1.045), (_ABOVE, 1.054)),
+    ("dgrad", Regime.USUAL): _QUICK_DGRAD,
+    ("dgrad", Regime.MANY): ((_SINGLE, 1.0), (_BESIDE, 1.001), (_ABOVE, 1.015), (Tile(128, 256, 1, 2), 1.054)),
+    ("dgrad deep", Regime.SOME): _QUICK_DEEP_DGRAD,
+    ("dgrad deep", Regime.MODEST): _QUICK_DEEP_DGRAD,
+    ("dgrad deep", Regime.USUAL): _QUICK_DEEP_DGRAD,
+    ("wgrad", Regime.FEW): (
+        (_WGRAD._replace(cluster_columns=2), 1.0),
+        (_WGRAD_BESIDE, 1.003),
+        (_WGRAD_ABOVE, 1.01),
+        (_WGRAD, 1.012),
+    ),
+    ("wgrad", Regime.MODEST): ((_WGRAD_ABOVE, 1.0), (_WGRAD, 1.01), (_WGRAD._replace(cluster_columns=2), 1.02)),
+    ("wgrad", Regime.USUAL): ((_WGRAD_ABOVE, 1.0), (_WGRAD, 1.023), (_WGRAD._replace(cluster_columns=2), 1.03)),
+    ("wgrad", Regime.MANY): (
+        (_WGRAD_ABOVE, 1.0),
+        (_WGRAD._replace(cluster_columns=2), 1.035),
+        (_WGRAD, 1.036),
+        (_WGRAD_BESIDE._replace(cluster_rows=2, cluster_columns=1), 1.051),
+        (_WGRAD_BESIDE, 1.059),
+    ),
+}
+
+
+def entry_of(product: str, depth: int) -> str:
+    """The product's name in the lists: those with long sums may have tiles of their own."""
+    deep = f"{product} deep"
+    return deep if depth >= _DEEP and (deep, Regime.USUAL) in _TILES else product
 
 
 @functools.cache
-def tile_for(product: str, regime: Regime, rows: int | None, columns: int, depth: int = 0) -> Tile:
+def tile_for(
+    product: str, regime: Regime, rows: int | None, columns: int, depth: int = 0, *, quick_memory: bool = False
+) -> Tile:
     """The tile with the least time.
 
     Args:
@@ -248,9 +355,14 @@ def tile_for(product: str, regime: Regime, rows: int | None, columns: int, depth
             blocks ``"blocks"``: all by row but ``"blocks dact"``, and ``"blocks wgrad"``.
         regime: of the tokens an expert.
         rows, columns: of the result; rows ``None``: the same for all tiles. depth: products a sum, where
-            they are as many for all tiles.
+            they are as many for all tiles. quick_memory: of the card (`machine.has_quick_memory`).
     """
-    if depth >= _DEEP and (f"{product} deep", Regime.USUAL) in _TILES:
-        product = f"{product} deep"
-    tiles = _TILES.get((product, regime)) or _TILES[product, Regime.USUAL]
+    product = entry_of(product, depth)
+    own = _QUICK_MEMORY.get((product, regime)) if quick_memory else None
+    tiles = own or _TILES.get((product, regime)) or _TILES[product, Regime.USUAL]
     return min(tiles, key=lambda entry: entry[0].padded(rows, columns) * entry[1])[0]
+
+
+def tiles_of(*, quick_memory: bool) -> Callable[..., Tile]:
+    """`tile_for`, for a card whose memory is quick or not."""
+    return functools.partial(tile_for, quick_memory=True) if quick_memory else tile_for
