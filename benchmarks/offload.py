@@ -1,10 +1,14 @@
 """One training step of a stack of grouped MLPs: without offloading, with ours, with Transformer Engine's own context.
 
-    ./run benchmarks.offload [--shape 64] [--shape 8] [--fp8] [--activation srelu|swiglu] [--rounds 20] [--json FILE]
+    ./run benchmarks.offload [--shape 64] [--shape 8] [--fp8] [--activation srelu|swiglu] [--asks] [--rounds 20]
+                             [--json FILE]
 
 All ways run in one process, interleaved, forwards and backwards through the list by turns (A B B A); each time is the
 median over the rounds, of the host's clock around a step that ends with a synchronization. Gradients of every way are
 compared with the first one's, bit for bit, before anything is timed.
+
+With `--asks` each layer first asks the GPU for its split sizes (`tolist`), in every way, as token dispatchers without a
+capacity do: what an engine has queued on the link must not make the host wait.
 
 `floor` is the makespan of the step's dependency graph with times measured in the same run: each layer's forward and
 backward alone, each copy at the measured rate of the link (alone, or while both directions are busy) after its producer,
@@ -217,6 +221,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="64 or 8 experts; default: both")
     parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
     parser.add_argument("--activation", choices=("srelu", "swiglu"), default="srelu")
+    parser.add_argument("--asks", action="store_true", help="split sizes are asked for before each layer")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", help="the first three ways, and those with this text in their name")
     parser.add_argument("--json", type=Path, help="write the results here too")
@@ -234,7 +239,8 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
     results = []
     for name in arguments.shape or SHAPES:
-        shape = Shape(*SHAPES[name], fp8=arguments.fp8, gated=arguments.activation == "swiglu")
+        gated = arguments.activation == "swiglu"
+        shape = Shape(*SHAPES[name], fp8=arguments.fp8, gated=gated, asks=arguments.asks)
         results.append(measure(shape, arguments.rounds, arguments.only))
         print("\n" + table(results[-1]), flush=True)
         gc.collect()

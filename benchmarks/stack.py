@@ -28,7 +28,7 @@ os.environ.setdefault(hopper.SWITCH, "0")  # the same ops in every variant: Tran
 @dataclass(frozen=True)
 class Shape:
     """A stack of grouped MLPs: layers, experts, hidden and ffn width, tokens; bf16 or FP8 current scaling; squared ReLU, or
-    SwiGLU if gated.
+    SwiGLU if gated; whether each layer asks the GPU for its split sizes first, as token dispatchers without a capacity do.
     """
 
     layers: int
@@ -38,13 +38,15 @@ class Shape:
     tokens: int
     fp8: bool
     gated: bool = False
+    asks: bool = False
 
     @property
     def title(self) -> str:
         """The shape in a line."""
         form = "FP8 current scaling" if self.fp8 else "bf16"
         size = f"hidden {self.hidden}, ffn {self.ffn}, {self.tokens} tokens"
-        return f"{self.layers} layers of {self.experts} experts, {size}, {form}{', SwiGLU' if self.gated else ''}"
+        rest = (", SwiGLU" if self.gated else "") + (", split sizes asked for before each layer" if self.asks else "")
+        return f"{self.layers} layers of {self.experts} experts, {size}, {form}{rest}"
 
 
 Wrap = Callable[[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
@@ -74,6 +76,7 @@ class Stack(torch.nn.Module):
             )
             for _ in range(shape.layers)
         )
+        self._asks = shape.asks
         self.wrap: Wrap = lambda layer, run, x: run(x)
         self.border: Callable[[], None] | None = None  # called after each layer's forward
 
@@ -88,6 +91,8 @@ class Stack(torch.nn.Module):
     def forward(self, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         x = x.clone()  # memory of the step, as what an embedding or attention computes
         for layer in self.layers:
+            if self._asks:
+                splits.tolist()
             x = x + self._bordered(
                 self.wrap(layer, lambda x, layer=layer: layer(x, splits, scales, splits), x)  # type: ignore[misc]
             )
