@@ -3,7 +3,7 @@
 In: what `te.ops.GroupedLinear` takes. Out: the same results; the op's input is its slot. Keeps true: on a GPU
 Transformer Engine's forward and backward run unchanged, on the CPU `arithmetic` computes between Transformer Engine's
 own saving and gradient protocol (`main_grad`, delayed wgrad, one grouped weight); both save the same slot and weights.
-Does not: offload, or read split sizes on the host where Transformer Engine does not.
+Does not: offload, or read split sizes on the host where Transformer Engine does not; where it does, it reads them once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, UnsupportedError
-from te_offload.ops import arithmetic, row_check, te_adapter
+from te_offload.ops import arithmetic, row_check, split_sizes, te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 
 
@@ -60,7 +60,8 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         self.__dict__.pop(te_adapter.STAND_INS, None)
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        """As in ``te.ops.GroupedLinear``, which sets up the quantizers one by one; unless they are."""
+        """As in ``te.ops.GroupedLinear``, which sets up the quantizers one by one; unless they are. A call begins."""
+        split_sizes.begin_call()
         if not te_adapter.usages_are_set(self, requires_grad=requires_grad):
             super().pre_fuser_forward(requires_grad=requires_grad)
 
@@ -79,8 +80,8 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         if self.computes_on_cpu(input_):
             result = self._cpu_forward(basic_op_ctxs, input_, **kwargs)
         else:
-            self._check_splits_where_read(input_, extra_inputs[0])
-            sizes = row_check.fitting(self, extra_inputs[0], input_.shape[:-1].numel())
+            sizes = self._known_where_read(input_, extra_inputs[0])
+            sizes = row_check.fitting(self, sizes, input_.shape[:-1].numel())
             if sizes is not extra_inputs[0]:
                 kwargs["basic_op_extra_inputs"] = [(sizes, *extra_inputs[1:])]
             recipe = basic_op_ctxs[0].te_offload_recipe = te_adapter.active_recipe()
@@ -142,20 +143,22 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
 
     # Checks ----------------------------------------------------------------------------------------------------------
 
-    def _check_splits_where_read(self, input_: torch.Tensor, split_sizes: torch.Tensor) -> None:
+    def _known_where_read(self, input_: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """The split sizes; checked, and known on the host, if this path reads them there."""
         weight = self.weight if self.single_grouped_weight else self.weight0  # not all N, which takes the host 40 us
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else weight.dtype
-        if not split_sizes.is_cuda or not te_adapter.takes_grouped_path(dtype):
-            self.checked_splits(input_, split_sizes)
+        if sizes.is_cuda and te_adapter.takes_grouped_path(dtype):
+            return sizes
+        return split_sizes.answering(sizes, self.checked_splits(input_, sizes), weight.device)
 
-    def checked_splits(self, input_: torch.Tensor, split_sizes: torch.Tensor) -> list[int]:
-        """The split sizes, read on the host.
+    def checked_splits(self, input_: torch.Tensor, given: torch.Tensor) -> tuple[int, ...]:
+        """The split sizes, read on the host, once a call of the pipeline.
 
         Raises:
             ArgumentError: not one an expert, a negative one, or they do not sum to the input's rows.
         """
         op = type(self).__name__
-        sizes: list[int] = split_sizes.tolist()
+        sizes = split_sizes.read(given)
         tokens = input_.numel() // max(self.in_features, 1)
         if len(sizes) != self.num_groups:
             raise ArgumentError(
@@ -217,8 +220,8 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         if self._accumulate_into_main_grad:
             te_adapter.main_grad_of(weights[0])
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weights[0].dtype
-        split_sizes = basic_op_extra_inputs[0][0]
-        sizes = self.checked_splits(input_, split_sizes)
+        given = basic_op_extra_inputs[0][0]
+        sizes = self.checked_splits(input_, given)
         scales = self._checked_bias_scales(input_, basic_op_extra_inputs[0][1]) if self._scale_bias else None
 
         x = te_adapter.maybe_dequantize(input_, dtype).reshape(-1, self.in_features)
@@ -237,7 +240,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         # The tuple that Transformer Engine's own paths save: one input and one weight with a grouped weight (its
         # grouped path), else N of each (its split path).
         needs_weight_grad = ctx.requires_grad and weights[0].requires_grad
-        saved: list[Any] = [split_sizes, None, None, None, None]
+        saved: list[Any] = [given, None, None, None, None]
         saved += [] if scales is None else [scales]
         grouped = self.single_grouped_weight
         saved += [x if needs_weight_grad else None] if grouped else list(xs) if needs_weight_grad else [None] * len(xs)
