@@ -4,8 +4,9 @@
                              [--json FILE]
 
 All ways run in one process, interleaved, forwards and backwards through the list by turns (A B B A); each time is the
-median over the rounds, of the host's clock around a step that ends with a synchronization. Gradients of every way are
-compared with the first one's, bit for bit, before anything is timed.
+median over the rounds, of the host's clock around a step that ends with a synchronization. Before that each has run the
+steps of which a session times every one, so that the rounds are as in a long run, in which it times one of 16. Gradients of
+every way are compared with the first one's, bit for bit, before anything is timed.
 
 With `--asks` each layer first asks the GPU for its split sizes (`tolist`), in every way, as token dispatchers without a
 capacity do: what an engine has queued on the link must not make the host wait.
@@ -37,7 +38,7 @@ import torch
 from benchmarks.floor import floor_ms, time_layers, time_link
 from benchmarks.stack import Shape, Variant, Way, make_inputs
 from te_offload import StepRecord
-from te_offload.offload.engine import TIMED_EVERY
+from te_offload.offload.engine import TIMED_EVERY, TIMED_FIRST
 from te_offload.offload.timeline import Link
 from te_offload.ops import te_adapter
 
@@ -84,7 +85,7 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
         except ImportError as error:
             print(f"{way.name}: left out, {error}", flush=True)
             continue
-        for _ in range(4):
+        for _ in range(TIMED_FIRST):
             variant.step()
         grads = variant.gradients()
         reference = reference or [grad.clone() for grad in grads]
