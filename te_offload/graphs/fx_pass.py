@@ -49,7 +49,7 @@ def cudagraph_pass(
     Args:
         module: its nodes carry example values. example_inputs: as it will be called.
         static_inputs: numbers of inputs that stay in place, beside parameters: for a backward, what a captured forward
-            saved.
+            saved. What is no tensor does not count.
         min_ops: parts with fewer calls are not worth a graph. warmup: runs of a part before it is captured.
         clone_outputs: return copies; else outputs may be read until the next call.
         saved_outputs: numbers of outputs that wait for another graph, as a forward's saved tensors do for its backward. If
@@ -74,7 +74,8 @@ def cudagraph_pass(
         raise ArgumentError(f"static_inputs names {wrong}, but there are {len(example_inputs)} inputs, from 0.")
     module = fold_masked_writes(module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    static = {placeholders[number] for number in static_inputs}
+    # Of torch 2.15 a mesh of devices may be an input too, and static.
+    static = {placeholders[number] for number in static_inputs if isinstance(example_inputs[number], torch.Tensor)}
     static |= {
         node for node, one in zip(placeholders, example_inputs, strict=True) if isinstance(one, torch.nn.Parameter)
     }

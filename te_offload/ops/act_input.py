@@ -33,7 +33,8 @@ def check_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype | None:
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 numbers of x's shape, and what to multiply each row with, of x's shape without the last: fp32.
 
-    Rows with a number that is not finite are not scaled: E4M3 has no infinity, so it becomes NaN there.
+    A row with a number that is not finite becomes NaN as a whole: E4M3 has no infinity, and what a cast makes of one is the
+    release's of torch (NaN in 2.11, 448 in 2.15).
     """
     columns = x.shape[-1]
     rows = x.numel() // max(columns, 1)
@@ -43,8 +44,9 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     inverse = packed[begin:].view(torch.float32).view(x.shape[:-1])
     largest = x.detach().abs().amax(-1).float() if x.numel() else inverse.zero_()
     most = 14 if x.dtype is torch.float16 else 120  # of which the dtype has the power of two, and its inverse
-    exponent = torch.where(largest.isfinite() & (largest > 0), torch.frexp(largest)[1] - _TOP, 0).clamp(-most, most)
-    inverse.copy_(torch.ldexp(torch.ones_like(largest), exponent))
+    finite = largest.isfinite()
+    exponent = torch.where(finite & (largest > 0), torch.frexp(largest)[1] - _TOP, 0).clamp(-most, most)
+    inverse.copy_(torch.ldexp(torch.where(finite, 1.0, torch.nan), exponent))
     data.copy_(x.detach() * torch.ldexp(torch.ones_like(largest), -exponent).to(x.dtype).unsqueeze(-1))
     return data, inverse
 

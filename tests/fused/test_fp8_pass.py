@@ -95,6 +95,15 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert (value.float() - reference).norm() <= most * reference.norm(), name
 
 
+def assert_as_near(
+    found: dict[str, torch.Tensor], unfused: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
+) -> None:
+    """As what is not quantized as the unfused path's, whose own distance is 3 to 8%; but for 5% of that."""
+    for name, value in exact.items():
+        ours, theirs = ((one[name].float() - value.float()).norm() for one in (found, unfused))
+        assert ours <= 1.05 * theirs, name
+
+
 @EVERY
 @pytest.mark.parametrize("activation", ["srelu", "tanh-srelu"])
 def test_output_and_gradients_are_those_of_the_unfused_path(
@@ -107,8 +116,11 @@ def test_output_and_gradients_are_those_of_the_unfused_path(
         found.append([step(module, recipe, seed) for seed in range(3)])
         if switch == "reference":
             assert_ran_fused(module)
-    for one, other in zip(*found, strict=True):
-        assert_near(one, other)
+    module = mlp(activation=activation)
+    exact = [run(module, SPLITS, hidden=HIDDEN, seed=seed, extra=3) for seed in range(3)]
+    for one, other, without in zip(*found, exact, strict=True):
+        assert_near(one, other, most=0.05)  # where an amax is rounded elsewhere, all of a tensor's numbers are
+        assert_as_near(one, other, without)
 
 
 @EVERY

@@ -195,6 +195,18 @@ def test_static_inputs_are_read_and_written_where_they_lie() -> None:
     assert [part.captured for part in graphed.parts] == [True]
 
 
+def test_what_is_no_tensor_among_static_inputs_does_not_count() -> None:
+    """As the mesh of devices that torch 2.15 gives a graph of tensors on several."""
+    x = torch.ones(3)
+    graphed, _, _ = passed(lambda x, _: (x * 2 + 1,), x, "mesh", static_inputs=[0, 1], saved_outputs=())
+    for _ in range(4):
+        (found,) = graphed(x, "mesh")
+        assert torch.equal(found, torch.full((3,), 3.0))
+        del found
+    assert graphed.holding is not None and not graphed.holding.eager
+    assert [capture.state for capture in graphed.captures if capture] == [CaptureState.CAPTURED]
+
+
 def test_part_that_is_too_short_for_a_graph_runs_eagerly_with_its_neighbours() -> None:
     graphed, backend, module = passed(around, *inputs(), min_ops=4)
     assert [(part.captured, part.ops) for part in graphed.parts] == [(True, 4), (False, 4)]

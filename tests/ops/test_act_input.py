@@ -103,14 +103,13 @@ def test_numbers_are_rounded_by_a_sixteenth_at_most(dtype: torch.dtype) -> None:
     assert bool(((back - x).abs()[large] <= x.abs()[large] / 16).all())
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_spoils_its_own_row_alone() -> None:
+def test_zeros_stay_zeros_and_what_is_not_finite_spoils_its_own_row_and_no_other() -> None:
     x = torch.ones(5, 8)
     x[0] = 0.0
     x[1, 3], x[2, 4], x[3, 5] = float("inf"), float("nan"), -float("inf")
     back = dequantize(*quantize(x), torch.float32)
     assert bool((back[0] == 0).all()) and bool((back[4] == 1).all())
-    assert back.isfinite().sum(-1).tolist() == [8, 7, 7, 7, 8]
-    assert torch.equal(back[1:4][back[1:4].isfinite()], torch.ones(21))
+    assert bool(back[1:4].isnan().all())  # whatever torch's cast makes of infinity
 
 
 def test_numbers_and_scales_are_one_allocation() -> None:

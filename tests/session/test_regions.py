@@ -107,6 +107,7 @@ def test_tensors_of_many_kinds_come_back_as_they_were() -> None:
     ],
     ids=["conjugate", "negative", "sparse", "quantized", "meta"],
 )
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # which torch 2.15 says will go
 def test_tensor_of_a_region_that_is_no_dense_memory_stays_and_the_others_go(odd: Callable[[], torch.Tensor]) -> None:
     (found,), session = _through(lambda: [torch.ones(100), odd(), torch.ones(100), odd()], "mixed")
     assert [float(found[0].sum()), float(found[2].sum())] == [100, 100]
