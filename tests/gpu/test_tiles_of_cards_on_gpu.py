@@ -34,8 +34,8 @@ def products(
     from te_offload.fused.kernels.sm90 import Sm90Kernels
 
     kernels, tokens = Sm90Kernels(SquaredReLU(), tiles_of(quick_memory=quick_memory)), sum(sizes) + BEYOND
-    x, dy, scales = random(tokens, hidden), random(tokens, hidden), torch.rand(tokens, device="cuda")
-    scales.copy_(seeded((tokens,), 1, device="cuda", dtype=torch.float32))
+    x, dy = random(tokens, hidden), random(tokens, hidden)
+    scales = seeded((tokens,), 1, device="cuda")
     w1, w2 = (
         kernels.prepare(name, random(EXPERTS, *shape)) for name, shape in (("w1", (ffn, hidden)), ("w2", (hidden, ffn)))
     )

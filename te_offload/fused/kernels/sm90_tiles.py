@@ -238,7 +238,6 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
 # less there, and what it pads as much. A product that is not here takes what is above.
 _ABOVE = Tile(128, 192, 2, 1, pingpong=True)
 _SINGLE = Tile(128, 192, 1, 1, pingpong=True)
-_QUICK_DGRAD: Tiles = ((_BESIDE, 1.0), (_SINGLE, 1.004), (_ABOVE, 1.031), (Tile(128, 256, 1, 2), 1.057))
 _QUICK_DEEP_DGRAD: Tiles = (
     (_BESIDE, 1.0),
     (_SINGLE, 1.006),
@@ -312,7 +311,7 @@ _QUICK_MEMORY: dict[tuple[str, Regime], Tiles] = {
         (Tile(128, 128, 1, 2, pingpong=True), 1.05),
     ),
     ("dgrad", Regime.MODEST): ((_SINGLE, 1.0), (_BESIDE, 1.004), (Tile(128, 256, 1, 2), 1.045), (_ABOVE, 1.054)),
-    ("dgrad", Regime.USUAL): _QUICK_DGRAD,
+    ("dgrad", Regime.USUAL): ((_BESIDE, 1.0), (_SINGLE, 1.004), (_ABOVE, 1.031), (Tile(128, 256, 1, 2), 1.057)),
     ("dgrad", Regime.MANY): ((_SINGLE, 1.0), (_BESIDE, 1.001), (_ABOVE, 1.015), (Tile(128, 256, 1, 2), 1.054)),
     ("dgrad deep", Regime.SOME): _QUICK_DEEP_DGRAD,
     ("dgrad deep", Regime.MODEST): _QUICK_DEEP_DGRAD,
