@@ -1,15 +1,16 @@
 """One training step of a stack of grouped MLPs: without offloading, with ours, with Transformer Engine's own context.
 
-    ./run benchmarks.offload [--shape 64] [--shape 8] [--fp8] [--activation srelu|swiglu] [--asks] [--rounds 20]
-                             [--json FILE]
+    ./run benchmarks.offload [--shape 64] [--shape 8] [--fp8] [--activation srelu|swiglu] [--asks [tolist|numbers_on_host]]
+                             [--rounds 20] [--only TEXT] [--json FILE]
 
 All ways run in one process, interleaved, forwards and backwards through the list by turns (A B B A); each time is the
 median over the rounds, of the host's clock around a step that ends with a synchronization. Before that each has run the
 steps of which a session times every one, so that the rounds are as in a long run, in which it times one of 16. Gradients of
 every way are compared with the first one's, bit for bit, before anything is timed.
 
-With `--asks` each layer first asks the GPU for its split sizes (`tolist`), in every way, as token dispatchers without a
-capacity do: what an engine has queued on the link must not make the host wait.
+With `--asks` each layer first asks the GPU for its split sizes, in every way, as token dispatchers without a capacity do
+(by `tolist`; or past the copies, by `te_offload.numbers_on_host`): what an engine has queued on the link must not make the
+host wait.
 
 `floor` is the makespan of the step's dependency graph with times measured in the same run: each layer's forward and
 backward alone, each copy at the measured rate of the link (alone, or while both directions are busy) after its producer,
@@ -36,7 +37,7 @@ from typing import Any
 import torch
 
 from benchmarks.floor import floor_ms, time_layers, time_link
-from benchmarks.stack import Shape, Variant, Way, make_inputs
+from benchmarks.stack import ASKS, Shape, Variant, Way, make_inputs
 from te_offload import StepRecord
 from te_offload.offload.engine import TIMED_EVERY, TIMED_FIRST
 from te_offload.offload.timeline import Link
@@ -85,18 +86,21 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
         except ImportError as error:
             print(f"{way.name}: left out, {error}", flush=True)
             continue
-        for _ in range(TIMED_FIRST):
+        for _ in range(TIMED_FIRST // 2):
             variant.step()
         grads = variant.gradients()
         reference = reference or [grad.clone() for grad in grads]
         same = all(torch.equal(one, other) for one, other in zip(reference, grads, strict=True))
         peaks = variant.peak_bytes()
+        assert variant.session is None or variant.was_timed()  # other steps leave layers alone of which nothing goes
         rows.append({"name": way.name, "same_bits": same, "peaks": peaks, "peak_bytes": max(peaks), "ms": []})
         if variant.session is not None:
             looked = variant.session.records[-1]
             if beside is None:
                 beside = [peak - most for peak, most in zip(peaks, resident(looked), strict=True)]
             rows[-1]["terms_bytes"] = terms(looked, beside)
+        while variant.steps < TIMED_FIRST:
+            variant.step()
         variants.append(variant)
     del reference, grads
     alone: list[tuple[float, float]] = []
@@ -222,7 +226,9 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="64 or 8 experts; default: both")
     parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
     parser.add_argument("--activation", choices=("srelu", "swiglu"), default="srelu")
-    parser.add_argument("--asks", action="store_true", help="split sizes are asked for before each layer")
+    parser.add_argument(
+        "--asks", nargs="?", const="tolist", choices=tuple(ASKS), help="split sizes are asked for so before each layer"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", help="the first three ways, and those with this text in their name")
     parser.add_argument("--json", type=Path, help="write the results here too")

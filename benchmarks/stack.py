@@ -22,13 +22,19 @@ import te_offload
 from te_offload import OffloadSession, Plan, PlannedSlot, ops
 from te_offload.fused import hopper
 
+DEVICE = "cuda"
+ASKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tolist": lambda numbers: numbers.tolist(),
+    "numbers_on_host": te_offload.numbers_on_host,
+}
 os.environ.setdefault(hopper.SWITCH, "0")  # the same ops in every variant: Transformer Engine's
 
 
 @dataclass(frozen=True)
 class Shape:
     """A stack of grouped MLPs: layers, experts, hidden and ffn width, tokens; bf16 or FP8 current scaling; squared ReLU, or
-    SwiGLU if gated; whether each layer asks the GPU for its split sizes first, as token dispatchers without a capacity do.
+    SwiGLU if gated; how each layer asks the GPU for its split sizes first, one of `ASKS`, as token dispatchers without a
+    capacity do, if it does.
     """
 
     layers: int
@@ -38,14 +44,16 @@ class Shape:
     tokens: int
     fp8: bool
     gated: bool = False
-    asks: bool = False
+    asks: str | None = None
 
     @property
     def title(self) -> str:
         """The shape in a line."""
         form = "FP8 current scaling" if self.fp8 else "bf16"
         size = f"hidden {self.hidden}, ffn {self.ffn}, {self.tokens} tokens"
-        rest = (", SwiGLU" if self.gated else "") + (", split sizes asked for before each layer" if self.asks else "")
+        rest = (", SwiGLU" if self.gated else "") + (
+            f", split sizes asked for before each layer ({self.asks})" if self.asks else ""
+        )
         return f"{self.layers} layers of {self.experts} experts, {size}, {form}{rest}"
 
 
@@ -64,7 +72,7 @@ class Stack(torch.nn.Module):
         keep = {} if plain else {"no_offload_activation": keep_act}
         size: dict[str, Any] = {
             "bias": False,
-            "device": "cuda",
+            "device": DEVICE,
             "dtype": torch.bfloat16,
             "accumulate_into_main_grad": True,
         }
@@ -76,7 +84,7 @@ class Stack(torch.nn.Module):
             )
             for _ in range(shape.layers)
         )
-        self._asks = shape.asks
+        self._ask = None if shape.asks is None else ASKS[shape.asks]
         self.wrap: Wrap = lambda layer, run, x: run(x)
         self.border: Callable[[], None] | None = None  # called after each layer's forward
 
@@ -84,15 +92,15 @@ class Stack(torch.nn.Module):
         """Use the weights and `main_grad` buffers of the first stack, so that many variants fit on one card."""
         for parameter, other in zip(self.parameters(), (first or self).parameters(), strict=True):
             if first is None:
-                parameter.main_grad = torch.zeros(parameter.shape, device="cuda")  # type: ignore[attr-defined]
+                parameter.main_grad = torch.zeros(parameter.shape, device=DEVICE)  # type: ignore[attr-defined]
             else:
                 parameter.data, parameter.main_grad = other.data, other.main_grad  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         x = x.clone()  # memory of the step, as what an embedding or attention computes
         for layer in self.layers:
-            if self._asks:
-                splits.tolist()
+            if self._ask is not None:
+                self._ask(splits)
             x = x + self._bordered(
                 self.wrap(layer, lambda x, layer=layer: layer(x, splits, scales, splits), x)  # type: ignore[misc]
             )
@@ -296,8 +304,8 @@ def make_inputs(shape: Shape) -> tuple[torch.Tensor, ...]:
     rows = (shape.tokens, shape.hidden)
     torch.manual_seed(0)
     return (
-        torch.randn(rows, device="cuda", dtype=torch.bfloat16).requires_grad_(),
-        splits.cuda(),
-        torch.rand(shape.tokens, device="cuda", dtype=torch.bfloat16),
-        torch.randn(rows, device="cuda", dtype=torch.bfloat16),
+        torch.randn(rows, device=DEVICE, dtype=torch.bfloat16).requires_grad_(),
+        splits.to(DEVICE),
+        torch.rand(shape.tokens, device=DEVICE, dtype=torch.bfloat16),
+        torch.randn(rows, device=DEVICE, dtype=torch.bfloat16),
     )

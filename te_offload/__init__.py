@@ -8,6 +8,7 @@ Engine.
 import torch  # noqa: F401  Transformer Engine's libraries are found only once torch is loaded
 
 from te_offload import errors, fused, ops
+from te_offload.host_numbers import numbers_on_host
 from te_offload.offload import (
     OffloadSession,
     Outcome,
@@ -36,6 +37,7 @@ __all__ = [
     "errors",
     "fused",
     "get_cpu_offload_context",
+    "numbers_on_host",
     "ops",
 ]
 

@@ -18,6 +18,8 @@ import weakref
 
 import torch
 
+from te_offload.host_numbers import numbers_on_host
+
 _Read = tuple[weakref.ref[torch.Tensor], int | None, tuple[int, ...]]
 _READ: contextvars.ContextVar[list[_Read] | None] = contextvars.ContextVar("te_offload_split_sizes", default=None)
 
@@ -43,7 +45,7 @@ def read(split_sizes: torch.Tensor) -> tuple[int, ...]:
     for reference, before, sizes in found:
         if reference() is split_sizes and before == version:
             return sizes
-    sizes = tuple(split_sizes.tolist())
+    sizes = tuple(numbers_on_host(split_sizes))
     found.append((weakref.ref(split_sizes), version, sizes))
     return sizes
 

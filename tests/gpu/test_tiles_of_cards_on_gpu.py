@@ -65,7 +65,8 @@ def test_tiles_of_either_card_give_the_same_bits(regime: str, hidden: int, ffn: 
     for name, one in expected.items():
         assert bool(one.isfinite().all()), name
         assert torch.equal(one.view(torch.int16), found[name].view(torch.int16)), name
-    assert torch.allclose(dscales, other, rtol=1e-4, atol=1e-4)  # summed in parts as wide as a tile
+    far = (dscales - other).abs().max() / dscales.abs().max()  # some rows' sums nearly cancel
+    assert far < 1e-6  # summed in parts as wide as a tile
 
 
 def test_the_two_cards_have_different_tiles_here() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import offload
+from benchmarks import offload, stack
 from benchmarks.stack import Shape, Stack
 from te_offload.offload.engine import TIMED_EVERY
+from te_offload.offload.timeline import Link
+from tests.support import te_on_cpu
 
 
 class _Layer(torch.nn.Module):
@@ -25,18 +27,19 @@ class _Layer(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("asks", [None, *stack.ASKS])
 def test_a_layer_asks_for_its_split_sizes_before_it_runs_if_told_to(
-    monkeypatch: pytest.MonkeyPatch, asks: bool
+    monkeypatch: pytest.MonkeyPatch, asks: str | None
 ) -> None:
     calls: list[str] = []
     shape = Shape(0, 4, 8, 8, 16, fp8=False, asks=asks)
-    stack = Stack(shape, keep_act=False, plain=False)
-    stack.layers = torch.nn.ModuleList(_Layer(calls) for _ in range(2))
+    model = Stack(shape, keep_act=False, plain=False)
+    model.layers = torch.nn.ModuleList(_Layer(calls) for _ in range(2))
     monkeypatch.setattr(torch.Tensor, "tolist", lambda _: calls.append("asked"))
-    stack(torch.ones(2, 3), torch.tensor([2]), torch.ones(2))
+    model(torch.ones(2, 3), torch.tensor([2]), torch.ones(2))
     assert calls == (["asked", "layer"] * 2 if asks else ["layer"] * 2)
-    assert ("split sizes asked for" in shape.title) is asks
+    assert ("split sizes asked for" in shape.title) is (asks is not None)
+    assert asks is None or asks in shape.title
 
 
 def test_cost_of_looking_weighs_timed_steps_as_they_occur_in_a_long_run() -> None:
@@ -56,3 +59,29 @@ def test_terms_take_the_worst_window_and_not_the_worst_of_each_term() -> None:
     assert offload.terms(record, [0, 3, 1, 8]) == 12
     with pytest.raises(ValueError, match="shorter"):
         offload.terms(record, [0, 3])
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped path", "split path"])
+def test_the_whole_benchmark_runs_every_way_of_ours_and_fills_its_table(
+    monkeypatch: pytest.MonkeyPatch, grouped: bool
+) -> None:
+    """On the CPU, where no memory is counted and no copy takes time, with the ways, steps and records of a GPU."""
+    ways = offload.ways
+    te_on_cpu.unfused(monkeypatch, grouped=grouped)
+    monkeypatch.setattr(stack, "DEVICE", "cpu")
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(offload, "time_link", lambda: Link(1e6, 1e6, 1e6, 1e6))
+    monkeypatch.setattr(
+        offload, "ways", lambda layers: [way for way in ways(layers) if way.engine in (None, "te_offload")]
+    )
+    result = offload.measure(Shape(3, 2, 256, 512, 2048, fp8=False), 2, None)
+    assert [row["name"] for row in result["rows"]] == [way.name for way in offload.ways(3)]
+    assert all(row["same_bits"] for row in result["rows"])
+    out = {row["name"]: row["bytes_out"] >> 20 for row in result["rows"] if "floors_ms" in row}
+    assert out.pop("te_offload, a plan for a tenth of the bytes") > 0
+    assert list(out.values()) == [0, 15, 10, 10, 5, 5, 3]  # of 1, 2 and 2 MiB a layer, as the grouped path saves them
+    printed = offload.table(result)
+    assert all(way.name in printed for way in offload.ways(3))
