@@ -8,7 +8,6 @@ Engine.
 import torch  # noqa: F401  Transformer Engine's libraries are found only once torch is loaded
 
 from te_offload import errors, fused, ops
-from te_offload.host_numbers import numbers_on_host
 from te_offload.offload import (
     OffloadSession,
     Outcome,
@@ -20,6 +19,7 @@ from te_offload.offload import (
     Window,
     get_cpu_offload_context,
 )
+from te_offload.ops.host_numbers import numbers_on_host
 from te_offload.slots import Fate, Reason, SlotName
 
 __all__ = [

@@ -18,7 +18,7 @@ import weakref
 
 import torch
 
-from te_offload.host_numbers import numbers_on_host
+from te_offload.ops.host_numbers import numbers_on_host
 
 _Read = tuple[weakref.ref[torch.Tensor], int | None, tuple[int, ...]]
 _READ: contextvars.ContextVar[list[_Read] | None] = contextvars.ContextVar("te_offload_split_sizes", default=None)
