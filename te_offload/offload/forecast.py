@@ -1,7 +1,7 @@
 """From the record of a step to a forecast of steps like it.
 
-In: a record. Out: its work and slots as `timeline` takes them, and the bytes in flight that keep the link busy. Keeps true:
-the same record gives the same answer. Does not: choose slots (planner.py does).
+In: a record. Out: its work and slots as `timeline` takes them, the bytes in flight that keep the link busy, and when bytes
+should come back. Keeps true: the same record gives the same answer. Does not: choose slots (planner.py does).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 
 from te_offload.offload.record import StepRecord
-from te_offload.offload.timeline import Bounds, Key, Link, Parcel, Work, simulate
+from te_offload.offload.timeline import Bounds, Key, Link, Pace, Parcel, Work, pace_of, simulate
 from te_offload.slots import Fate
 
 MARGIN = 1.25  # of what was measured to be needed
@@ -55,7 +55,8 @@ def bounds_for(record: StepRecord) -> Bounds | None:
     """
     parcels = parcels_of(record)
     going = [parcel.nbytes for group in parcels.values() for parcel in group if parcel.goes]
-    if not going or not record.out_gbs:
+    link = _link_of(record)
+    if not going or link is None:
         return None
     layers = {key: sum(parcel.nbytes for parcel in group if parcel.goes) for key, group in parcels.items()}
     windows = [window for window in record.windows if layers.get((window.layer, window.forward))]
@@ -65,11 +66,10 @@ def bounds_for(record: StepRecord) -> Bounds | None:
         (window.backward_ms for window in record.windows if window.backward_ms is not None and window.read != last),
         default=0.0,
     )
-    out, back = record.out_gbs * 1e6, (record.back_gbs or record.out_gbs) * 1e6  # bytes a millisecond
     layer = max(layers.values())
-    least_out = MARGIN * (min(out * forward, layer) + max(going))
-    least_back = MARGIN * (min(back * backward, layer) + max(going))
-    work, link = work_of(record), Link(out, back, out, back)
+    least_out = MARGIN * (min(link.out * forward, layer) + max(going))
+    least_back = MARGIN * (min(link.back * backward, layer) + max(going))
+    work = work_of(record)
 
     def step_ms(out: float, back: float) -> float:  # without recall: with it more is always quicker, since less leaves
         return simulate(work, parcels, link, Bounds(out * least_out, back * least_back)).step_ms
@@ -79,3 +79,17 @@ def bounds_for(record: StepRecord) -> Bounds | None:
     few_back = next(factor for factor in _FACTORS if step_ms(most, factor) <= enough)
     few_out = next(factor for factor in _FACTORS if step_ms(factor, few_back) <= enough)
     return Bounds(few_out * least_out, few_back * least_back)
+
+
+def pace_for(record: StepRecord) -> Pace | None:
+    """When bytes should come back in steps like a recorded one; ``None`` if none went."""
+    link = _link_of(record)
+    return None if link is None else pace_of(work_of(record), parcels_of(record), link)
+
+
+def _link_of(record: StepRecord) -> Link | None:
+    """The rates of the copies of a step; ``None`` if there were none out."""
+    if not record.out_gbs:
+        return None
+    out, back = record.out_gbs * 1e6, (record.back_gbs or record.out_gbs) * 1e6  # bytes a millisecond
+    return Link(out, back, out, back)

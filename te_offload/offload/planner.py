@@ -100,15 +100,17 @@ class Planner:
             return
         record = engine.latest_record(wait=True)
         assert record is not None and record.timed
-        mine = (record, self._rates(engine), engine.mover.max_in_flight, engine.returns.max_ahead)
+        mine = (record, self._rates(engine), _bounds(engine))
         everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
         torch.distributed.all_gather_object(everyone, mine, group=self._group)
         records = [record for record, *_ in everyone]
         if any(record.raised for record in records):
             return  # on every rank
         record = merge_records(records)
-        link = Link(*(min(dataclasses.astuple(rates)[i] for _, rates, *_ in everyone) for i in range(4)))
-        bounds = Bounds(max(each[2] for each in everyone), max(each[3] for each in everyone), recall=True)
+        link = Link(*(min(dataclasses.astuple(rates)[i] for _, rates, _ in everyone) for i in range(4)))
+        all_bounds = [bounds for *_, bounds in everyone]
+        out, back = max(bounds.out for bounds in all_bounds), max(bounds.back for bounds in all_bounds)
+        bounds = dataclasses.replace(all_bounds[0], out=out, back=back)
         if self.plan is None or self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift:
             self.plan = make_plan(self._policy, record, link, bounds)
 
@@ -119,7 +121,7 @@ class Planner:
 
 
 def _bounds(engine: Engine) -> Bounds:
-    return Bounds(engine.mover.max_in_flight, engine.returns.max_ahead, recall=True)
+    return Bounds(engine.mover.max_in_flight, engine.returns.max_ahead, recall=True, paced=engine.adapts)
 
 
 # From a record ------------------------------------------------------------------------------------------------------

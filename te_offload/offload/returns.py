@@ -2,7 +2,8 @@
 
 In: the forwards of a step, and which of them the backward reads. Out: copies back, started. Keeps true: all of a
 forward's cargos are on their way before its first tensor is handed out; at most `max_ahead` bytes of forwards that the
-backward has not reached are back on the device, but for one cargo. Does not: copy (mover.py does).
+backward has not reached are back on the device, but for one cargo; nothing comes back earlier than the pace says, once
+there is one: memory is shortest where the backward begins. Does not: copy (mover.py does).
 
 The order is that of the step before, where that step had the same forwards (1F1B and interleaved pipelines read neither
 first in, first out nor last in, first out); else the last unread forward is next.
@@ -18,6 +19,7 @@ from te_offload.offload.states import LEAVING, ON_HOST, RETURNING
 
 if TYPE_CHECKING:
     from te_offload.offload.mover import Mover
+    from te_offload.offload.timeline import Pace
     from te_offload.offload.transfer import Mark
     from te_offload.offload.visit import LayerVisit
 
@@ -30,16 +32,19 @@ class Returns:
 
     Attributes:
         looks_ahead: whether anything comes back before the backward reads of its forward.
+        pace: when it should; ``None``: as early as there is room.
     """
 
     def __init__(self, mover: Mover, max_ahead: int) -> None:
         self.max_ahead = max_ahead
         self.looks_ahead = True
+        self.pace: Pace | None = None
         self.reads: list[LayerVisit] = []
         self._mover = mover
         self._visits: list[LayerVisit] = []
         self._reached: LayerVisit | None = None  # up to here everything is back or on its way
         self._ahead = 0  # bytes back of forwards that were not read yet
+        self._now = 0  # the number of the backward that is under way, in the pace's order
         self._by_key: dict[tuple[str, int], LayerVisit] = {}
         self._next: dict[tuple[str, int], tuple[str, int]] = {}
         # The forward before which nothing was away, and the copies out by then: else each read would ask all before it.
@@ -51,7 +56,7 @@ class Returns:
         self._by_key = {}
         self.reads = []
         self._reached = None
-        self._ahead = 0
+        self._ahead = self._now = 0
 
     def end_step(self, *, complete: bool) -> None:
         """The step is over: remember the order in which its forwards were read, if ``complete``: if all were looked at,
@@ -65,13 +70,32 @@ class Returns:
 
     def approach(self, key: tuple[str, int]) -> None:
         """The backward has come to a forward that was not looked at: what comes after it may come back."""
-        following = self._after(key)
-        if self.looks_ahead and self._reached is None and following is not None:
-            self._look_ahead(following, self._mover.transfer.mark())
+        self._come_to(key)
+        if self.looks_ahead:
+            following = self._after(key) if self._reached is None else self._following(self._reached)
+            if following is not None and not self._is_early(following):
+                self._look_ahead(following, self._mover.transfer.mark())
+            self._settle_early()
+
+    def _come_to(self, key: tuple[str, int]) -> None:
+        """The backward has come to a forward. In another order than the pace's, those that it has read count."""
+        if self.pace is not None:
+            self._now = max(self._now, self.pace.number.get(key, 0), len(self.reads))
+
+    def _is_early(self, visit: LayerVisit) -> bool:
+        return self.pace is not None and self.pace.start.get(visit.key, 0) > self._now
+
+    def _settle_early(self) -> None:
+        """What is not due yet and has left by now need not be on the device until then."""
+        if self.pace is not None and self._mover.in_flight and self._mover.knows_ends:
+            for visit in self._visits:
+                if not visit.read and self._is_early(visit):
+                    self._mover.settle_among(visit.cargos)
 
     def read(self, visit: LayerVisit) -> None:
         """The backward reads the first tensor of a forward: bring all of it back, then what comes after it."""
         self._mover.finish_use()  # of the forward that was read before
+        self._come_to(visit.key)
         if not self.reads:
             self._mover.note(BACKWARD_BEGINS)
         back = sum([cargo.copied for cargo in visit.cargos if cargo.state is ON_HOST or cargo.state is RETURNING])
@@ -90,10 +114,11 @@ class Returns:
             self._reached = visit
         if self.looks_ahead:
             self._look_ahead(self._following(self._reached), free)
+            self._settle_early()
 
     def _look_ahead(self, following: LayerVisit | None, free: Mark) -> None:
-        """Bring back a forward and those after it, while there is room."""
-        while following is not None and self._bring(following, free):
+        """Bring back a forward and those after it, while there is room and they are due."""
+        while following is not None and not self._is_early(following) and self._bring(following, free):
             self._reached = following
             following = self._following(following)
         self._mover.counts.peak_ahead = max(self._mover.counts.peak_ahead, self._ahead)

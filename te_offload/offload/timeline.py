@@ -3,17 +3,19 @@
 In: the work of a step in order, the slots of each forward, the link's rates. Out: a `Forecast`. Keeps true: copies out
 run in the order in which they were produced, copies back in the order in which they are needed, one at a time each way,
 each back after its own out; two that run at once share the link's duplex rate. Does not: know a device. The floor of
-benchmarks/offload.py is this with no bounds and no recall.
+benchmarks/offload.py is this with no bounds, no pace and no recall.
 """
 
 from __future__ import annotations
 
+import bisect
 import collections
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Key = tuple[str, int]  # layer, and number of its forward in the step
+_SLOWER = 1.25  # than measured a copy back may be, and still end in time
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,14 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bytes in flight each way, and whether what has not left yet may be read where it is."""
+    """Bytes in flight each way, whether what has not left yet may be read where it is, and whether bytes come back no
+    earlier than `Pace` says.
+    """
 
     out: float = math.inf
     back: float = math.inf
     recall: bool = False
+    paced: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,45 @@ class Forecast:
     waiting_ms: float
     peak_bytes: int
     host_bytes: int
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When what was offloaded may begin to come back, so that it is there in time and not much before.
+
+    Attributes:
+        number: of each forward, its backward's place in the order of the step's backwards, from 0.
+        start: the number of the backward with whose begin its bytes may begin to come back.
+    """
+
+    number: Mapping[Key, int]
+    start: Mapping[Key, int]
+
+
+def pace_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link: Link) -> Pace:
+    """The latest moments at which copies back may begin that run one after the other, each to end before its backward
+    begins, take a quarter longer than the link's rate says, and begin one backward earlier than that.
+
+    Args:
+        work: forwards and backwards in the order of the compute stream.
+        parcels: the slots of each forward. link: the link's rates.
+    """
+    keys: list[Key] = []
+    begins: list[float] = []
+    now = 0.0
+    for item in work:
+        if item.backward:
+            keys.append(item.key)
+            begins.append(now)
+        now += item.ms
+    rate = min(link.back, link.back_duplex)
+    latest = math.inf
+    start: dict[Key, int] = {}
+    for key, begin in zip(reversed(keys), reversed(begins), strict=True):
+        nbytes = sum(parcel.nbytes for parcel in parcels.get(key, ()) if parcel.goes)
+        latest = min(latest, begin) - _SLOWER * nbytes / rate
+        start[key] = max(0, bisect.bisect_right(begins, latest) - 2)
+    return Pace({key: number for number, key in enumerate(keys)}, start)
 
 
 class _Trip:
@@ -144,6 +188,7 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
     in_flight: collections.deque[_Trip] = collections.deque()
     begun: list[_Trip] = []
     backwards = [item.key for item in work if item.backward]
+    pace = pace_of(work, parcels, link) if bounds.paced else None
     done_backwards = 0
     for item in work:
         slots = parcels.get(item.key, ())
@@ -168,7 +213,11 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
         done_backwards += 1
         mine = trips.get(item.key, [])
         _queue(links, [mine], time, math.inf, bounds.recall)
-        following = [trips[key] for key in backwards[done_backwards:] if key in trips]
+        following = [
+            trips[key]
+            for key in backwards[done_backwards:]
+            if key in trips and (pace is None or pace.start[key] < done_backwards)
+        ]
         _queue(links, following, time, bounds.back, bounds.recall)
         until = max([time, *(links.finish(trip, back=True) for trip in mine)])
         waiting, time = waiting + until - time, until

@@ -1,7 +1,8 @@
 """A device whose streams are clocks: how long a step takes by the engine's own decisions, on any machine.
 
-The host is infinitely quick, so that it never sees that a copy is over. Copies run one at a time each way, each after its
-marks, and move real bytes at once; the compute stream moves on by what layers say, and by waits.
+The host is infinitely quick, so that it never sees that a copy is over, or (``lockstep``) as quick as the compute stream.
+Copies run one at a time each way, each after its marks, and move real bytes at once; the compute stream moves on by what
+layers say, and by waits.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ RATE = 1000.0  # bytes a millisecond, each way
 class Moment:
     """Milliseconds on the device."""
 
-    def __init__(self, ms: float) -> None:
+    def __init__(self, ms: float, device: SimulatedDevice) -> None:
         self.ms = ms
+        self.device = device
 
     def is_over(self) -> bool:
-        return False
+        return self.device.lockstep and self.ms <= self.device.compute
 
     def wait(self) -> None: ...
 
@@ -36,23 +38,27 @@ class SimulatedDevice(CpuTransfer):
 
     Attributes:
         compute, out, back: where its streams are, in milliseconds. waited: by the compute stream for copies.
+        lockstep: whether the host is where the compute stream is. backs: when each copy back began.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lockstep: bool = False) -> None:
+        self.lockstep = lockstep
+        self.backs: list[float] = []
         self.compute = self.out = self.back = self.waited = 0.0
 
     def mark(self) -> Mark:
-        return Moment(self.compute)
+        return Moment(self.compute, self)
 
     def copy_out(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         super().copy_out(pieces, after)
         began, self.out = self._run(self.out, pieces, after)
-        return Copy(Moment(began), Moment(self.out))
+        return Copy(Moment(began, self), Moment(self.out, self))
 
     def copy_back(self, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> Copy:
         super().copy_out(pieces, after)
         began, self.back = self._run(self.back, pieces, after)
-        return Copy(Moment(began), Moment(self.back))
+        self.backs.append(began)
+        return Copy(Moment(began, self), Moment(self.back, self))
 
     def _run(self, free: float, pieces: Sequence[Piece], after: tuple[Mark, ...]) -> tuple[float, float]:
         began = max([free, *(mark.ms for mark in after)])  # type: ignore[attr-defined]
@@ -72,17 +78,16 @@ class _Works(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, op: WorkingOp) -> torch.Tensor:
         observer, _ = op.follower()
-        assert observer is not None
         slot = torch.full((op.nbytes,), op.number, dtype=torch.uint8)
-        ctx.handle, ctx.op = op.hand_over(SavedSlot(None, SaveState.SAVED, (slot,), ()), observer), op
+        saved = SavedSlot(None, SaveState.SAVED, (slot,), ())
+        ctx.handle, ctx.op = None if observer is None else op.hand_over(saved, observer), op  # a layer left alone
         op.device.compute += op.forward_ms
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         handle, ctx.handle = ctx.handle, None
-        (slot,) = handle.take()
-        assert slot.eq(ctx.op.number).all()
+        assert handle is None or handle.take()[0].eq(ctx.op.number).all()
         ctx.op.device.compute += ctx.op.backward_ms
         return grad, None
 

@@ -24,6 +24,7 @@ def test_public_names() -> None:
         "errors",
         "fused",
         "get_cpu_offload_context",
+        "numbers_on_host",
         "ops",
     ]
     assert all(hasattr(te_offload, name) for name in te_offload.__all__)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from te_offload.offload.timeline import Bounds, Link, Parcel, Work, simulate
+from te_offload.offload.timeline import Bounds, Link, Parcel, Work, pace_of, simulate
 
 RECORDS = Path(__file__).parents[2] / "docs/results/data/2026-11-23-h200-recall-records.json"
 SEEN: dict[str, Any] = json.loads(RECORDS.read_text())
@@ -125,3 +125,51 @@ def test_steps_that_a_card_took_are_predicted(row: dict[str, Any]) -> None:
     found = simulate(work, parcels, Link(*SEEN["link"]), Bounds(out, back, recall=True))
     assert found.step_ms == pytest.approx(row["ms"], rel=0.02)
     assert found.peak_bytes == pytest.approx(row["peak_resident"], rel=0.04)
+
+
+# Pace -----------------------------------------------------------------------------------------------------------------
+
+
+def test_pace_begins_copies_back_in_time_a_quarter_slower_and_one_backward_before_that() -> None:
+    # backwards begin at 8, 12, 16 and 20; layer0's 16 bytes take 5 ms at 0.8 of the slower rate, so from 15 on at the
+    # latest: the last backward to begin by then does at 12, the one before it at 8; 2 bytes from 19.4 on: 16, 12
+    work = stack(4, 2.0, 4.0)
+    link = Link(out=10.0, back=10.0, out_duplex=4.0, back_duplex=4.0)
+    pace = pace_of(work, slots(16, 0, 0, 0), link)
+    assert dict(pace.number) == {("layer3", 0): 0, ("layer2", 0): 1, ("layer1", 0): 2, ("layer0", 0): 3}
+    assert pace.start["layer0", 0] == 0
+    assert pace_of(work, slots(2, 0, 0, 0), link).start["layer0", 0] == 1
+
+
+def test_pace_has_copies_back_queue_up_where_there_is_no_time_for_them_one_by_one() -> None:
+    # each takes 4 ms, as long as a backward, so each begins with the one before its own at the latest, and one earlier
+    early = pace_of(stack(12, 2.0, 4.0), slots(*[16] * 12), Link(10.0, 10.0, 5.0, 5.0))
+    assert [early.start[f"layer{number}", 0] for number in (0, 1, 5, 10)] == [9, 8, 4, 0]
+    # ten times as long: all would have to begin before the first backward
+    late = pace_of(stack(12, 2.0, 4.0), slots(*[160] * 12), Link(10.0, 10.0, 5.0, 5.0))
+    assert set(late.start.values()) == {0}
+
+
+def test_paced_steps_take_no_longer_and_hold_less_where_the_backward_begins() -> None:
+    work, parcels = (
+        stack(8, 2.0, 4.0),
+        {("layer0", 0): [Parcel(20, True)]} | {(f"layer{number}", 0): [Parcel(20, False)] for number in range(1, 8)},
+    )
+    early, paced = (
+        simulate(work, parcels, LINK, Bounds(back=100, recall=True, paced=paced)) for paced in (False, True)
+    )
+    assert paced.step_ms == early.step_ms == 48.0
+    assert (early.peak_bytes, paced.peak_bytes) == (160, 140)
+
+
+@pytest.mark.parametrize("row", SEEN["rows"], ids=[row["way"] for row in SEEN["rows"]])
+def test_pace_costs_steps_that_a_card_took_no_time(row: dict[str, Any]) -> None:
+    work = [Work((layer, 0), backward, ms) for layer, backward, ms in row["work"]]
+    parcels = {(layer, 0): [Parcel(nbytes, goes) for nbytes, goes in slots] for layer, slots in row["slots"]}
+    out, back = row["bounds"]
+    early, paced = (
+        simulate(work, parcels, Link(*SEEN["link"]), Bounds(out, back, recall=True, paced=paced))
+        for paced in (False, True)
+    )
+    assert paced.step_ms <= early.step_ms * 1.001
+    assert paced.peak_bytes <= early.peak_bytes

@@ -1,0 +1,116 @@
+"""When bytes come back: in time, and not so early that they are in the way where the backward begins."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from te_offload import OffloadSession, Plan, PlannedSlot, StepRecord
+from te_offload.offload import engine as engine_module
+from te_offload.offload import session as session_module
+from te_offload.offload.decide import Rules
+from te_offload.offload.engine import TIMED_FIRST
+from te_offload.offload.forecast import pace_for
+from te_offload.offload.record import BACKWARD_BEGINS
+from tests.support.simulated_device import SimulatedDevice, stack
+
+LAYERS = 8
+SLOTS = (12_800, 8_800, 8_800)  # bytes: of 30.4 ms on the link each way
+LAYER = sum(SLOTS)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    found = SimulatedDevice(lockstep=True)
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: found)
+    monkeypatch.setattr(session_module, "Rules", functools.partial(Rules, together=0))
+    return found
+
+
+def _run(
+    device: SimulatedDevice, going: int, times: tuple[float, float], *, paced: bool, steps: int = 5
+) -> tuple[float, StepRecord]:
+    """Milliseconds of the last of some steps in which so many layers go, from the first on, and its record."""
+    model = stack(device, LAYERS, SLOTS, *times)
+
+    def step(session: OffloadSession) -> float:
+        began = device.compute
+        with session.step():
+            model(torch.zeros(1, requires_grad=True)).backward()
+        return device.compute - began
+
+    with OffloadSession(list(model), min_bytes=0, max_in_flight=1 << 20) as session:
+        step(session)
+        names = [row.name for row in session.records[-1].slots]
+    goes = itertools.chain.from_iterable([layer < going] * len(SLOTS) for layer in range(LAYERS))
+    plan = Plan(tuple(PlannedSlot(name, 0, 0, one) for name, one in zip(names, goes, strict=True)))
+    with OffloadSession(list(model), min_bytes=0, max_in_flight=1 << 20, plan=plan) as session:
+        step(session)
+        step(session)
+        assert session._engine is not None
+        session._engine.returns.pace = pace_for(session.records[-1]) if paced else None
+        for _ in range(steps - 2):
+            ms = step(session)
+        record = session.records[-1]
+    assert record.bytes_out == going * LAYER
+    return ms, record
+
+
+def _when_the_backward_begins(record: StepRecord) -> int:
+    """Most bytes of saved tensors on the device until the second slot is taken."""
+    labels = [moment.label for moment in record.residency]
+    begins = labels.index(BACKWARD_BEGINS)
+    second = [number for number, label in enumerate(labels) if label == "taken" and number > begins][1]
+    return max(moment.nbytes for moment in record.residency[begins:second])
+
+
+@pytest.mark.parametrize("steps", [5, TIMED_FIRST + 3], ids=["timed", "with layers that are left alone"])
+def test_what_is_read_last_comes_back_last_and_in_time(device: SimulatedDevice, steps: int) -> None:
+    times = 40.0, 80.0
+    found = []
+    for paced in (False, True):
+        ms, record = _run(device, 1, times, paced=paced, steps=steps)
+        assert ms == pytest.approx(LAYERS * sum(times))  # no wait
+        assert record.bytes_back == LAYER
+        assert record.unseen == (0 if steps == 5 else LAYERS - 1)
+        found.append(device.compute - device.backs[-len(SLOTS)])
+    early, paced_in_time = found
+    assert early == pytest.approx(LAYERS * 80.0)  # with the first backward
+    assert 80.0 + 30.4 <= paced_in_time <= 80.0 + 2 * 80.0 + 1e-6  # one backward of margin
+
+
+def test_memory_of_what_comes_back_late_is_free_where_the_backward_begins(device: SimulatedDevice) -> None:
+    (_, early), (_, paced) = (_run(device, 1, (40.0, 80.0), paced=paced) for paced in (False, True))
+    assert _when_the_backward_begins(early) == LAYERS * LAYER  # as if nothing had gone
+    assert _when_the_backward_begins(paced) == (LAYERS - 1) * LAYER
+    assert (early.peak_resident, paced.peak_resident) == (LAYERS * LAYER, (LAYERS - 1) * LAYER)
+
+
+def test_memory_is_let_go_in_the_forwards_of_layers_that_are_left_alone(device: SimulatedDevice) -> None:
+    """The copy out of the last layer that goes takes longer than its forward; those after it are not looked at."""
+    _, record = _run(device, LAYERS - 2, (20.0, 80.0), paced=False, steps=TIMED_FIRST + 3)
+    assert record.unseen == 2
+    labels = [moment.label for moment in record.residency]
+    assert labels[: labels.index(BACKWARD_BEGINS)].count("copied out") >= (LAYERS - 3) * len(SLOTS)
+
+
+def test_what_is_not_due_leaves_in_the_backward_too(device: SimulatedDevice) -> None:
+    """Its copy out ends after the last forward: with a pace it is let go then, and comes back when it is due."""
+    _, record = _run(device, 2, (1.0, 80.0), paced=True)
+    assert record.bytes_back == 2 * LAYER
+    labels = [moment.label for moment in record.residency]
+    begins = labels.index(BACKWARD_BEGINS)
+    assert "copied out" in labels[begins:] and "copied out" not in labels[:begins]
+    assert record.peak_resident == LAYERS * LAYER  # nothing had left by then
+
+
+@pytest.mark.parametrize("going", [1, 3, 6, 8])
+@pytest.mark.parametrize("times", [(6.0, 12.0), (30.0, 31.0), (40.0, 80.0)], ids=str)
+def test_steps_take_no_longer_for_it(device: SimulatedDevice, times: tuple[float, float], going: int) -> None:
+    early_ms, early = _run(device, going, times, paced=False)
+    paced_ms, paced = _run(device, going, times, paced=True)
+    assert paced_ms <= early_ms + 1e-6
+    assert paced.peak_resident <= early.peak_resident
