@@ -105,7 +105,7 @@ class Engine:
         self.times_next = False
         self._nodes: tuple[int, ...] = ()  # where the pool's pages lie, and
         self._nodes_at = 0  # after which of its allocations that was looked up
-        self.adapts = max_in_flight is None
+        self._adapts = max_in_flight is None
         self._adapted_to = -1  # the step whose record the bounds are from
         self._reserve = host.reserve
         self._growth_steps = growth_steps
@@ -136,8 +136,7 @@ class Engine:
         if self._reserve:
             self.pool.reserve(self._reserve)
             self._reserve = 0
-        if self.adapts:
-            self._adapt()
+        self._adapt()
         transfer = self.mover.transfer
         transfer.timed = self.times_next or self.steps < TIMED_FIRST or self.steps % TIMED_EVERY == 0
         self.times_next = False
@@ -311,9 +310,9 @@ class Engine:
         return None
 
     def _adapt(self) -> None:
-        """Set both bounds, and when bytes come back, to what the last timed step shows to be needed, once the device has
-        passed it. The first steps do not show it: in them host memory is page-locked, and what takes long needs few bytes
-        in flight.
+        """Set both bounds, unless they were given, and when bytes come back to what the last timed step shows to be needed,
+        once the device has passed it. The first steps do not show it: in them host memory is page-locked, and what takes
+        long needs few bytes in flight.
         """
         if not any(step.timed and step.index > self._adapted_to for step in self._finished):
             return
@@ -321,7 +320,9 @@ class Engine:
         if record is None or record.index <= self._adapted_to:
             return
         self._adapted_to = record.index
-        bounds = None if record.raised else bounds_for(record)
+        if record.raised:
+            return
+        self.returns.pace = pace_for(record) or self.returns.pace
+        bounds = bounds_for(record) if self._adapts else None
         if bounds is not None:
             self.mover.max_in_flight, self.returns.max_ahead = int(bounds.out), int(bounds.back)
-            self.returns.pace = pace_for(record)

@@ -121,7 +121,7 @@ class Planner:
 
 
 def _bounds(engine: Engine) -> Bounds:
-    return Bounds(engine.mover.max_in_flight, engine.returns.max_ahead, recall=True, paced=engine.adapts)
+    return Bounds(engine.mover.max_in_flight, engine.returns.max_ahead, recall=True, paced=True)
 
 
 # From a record ------------------------------------------------------------------------------------------------------

@@ -95,11 +95,14 @@ def pace_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link:
     """
     keys: list[Key] = []
     begins: list[float] = []
+    saved: dict[Key, float] = {}  # when each forward is over: before that there is nothing to bring back
     now = 0.0
     for item in work:
         if item.backward:
             keys.append(item.key)
             begins.append(now)
+        else:
+            saved[item.key] = now + item.ms
         now += item.ms
     rate = min(link.back, link.back_duplex)
     latest = math.inf
@@ -108,6 +111,7 @@ def pace_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link:
         nbytes = sum(parcel.nbytes for parcel in parcels.get(key, ()) if parcel.goes)
         latest = min(latest, begin) - _SLOWER * nbytes / rate
         start[key] = max(0, bisect.bisect_right(begins, latest) - 2)
+        latest = max(latest, saved.get(key, 0.0))
     return Pace({key: number for number, key in enumerate(keys)}, start)
 
 

@@ -41,6 +41,8 @@ def _within(nbytes: int, bound: int, cargos: list[Cargo]) -> bool:
 def test_no_more_than_the_bound_comes_back_ahead_of_the_backward_but_one_slot(
     monkeypatch: pytest.MonkeyPatch, bound: int
 ) -> None:
+    """As early as there is room: without a pace, which has it later."""
+    monkeypatch.setattr(engine_module, "pace_for", lambda _: None)
     ahead: list[int] = []
     visits: list[LayerVisit] = []
 

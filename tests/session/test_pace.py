@@ -13,7 +13,6 @@ from te_offload.offload import engine as engine_module
 from te_offload.offload import session as session_module
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import TIMED_FIRST
-from te_offload.offload.forecast import pace_for
 from te_offload.offload.record import BACKWARD_BEGINS
 from tests.support.simulated_device import SimulatedDevice, stack
 
@@ -47,12 +46,13 @@ def _run(
         names = [row.name for row in session.records[-1].slots]
     goes = itertools.chain.from_iterable([layer < going] * len(SLOTS) for layer in range(LAYERS))
     plan = Plan(tuple(PlannedSlot(name, 0, 0, one) for name, one in zip(names, goes, strict=True)))
-    with OffloadSession(list(model), min_bytes=0, max_in_flight=1 << 20, plan=plan) as session:
-        step(session)
-        step(session)
-        assert session._engine is not None
-        session._engine.returns.pace = pace_for(session.records[-1]) if paced else None
-        for _ in range(steps - 2):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        OffloadSession(list(model), min_bytes=0, max_in_flight=1 << 20, plan=plan) as session,
+    ):
+        if not paced:
+            patch.setattr(engine_module, "pace_for", lambda _: None)
+        for _ in range(steps):
             ms = step(session)
         record = session.records[-1]
     assert record.bytes_out == going * LAYER

@@ -150,6 +150,19 @@ def test_pace_has_copies_back_queue_up_where_there_is_no_time_for_them_one_by_on
     assert set(late.start.values()) == {0}
 
 
+def test_pace_of_a_micro_batch_does_not_hurry_the_one_before_it() -> None:
+    def micro_batch(number: int) -> list[Work]:
+        return [Work((item.key[0], number), item.backward, item.ms) for item in stack(4, 2.0, 4.0)]
+
+    work = [*micro_batch(0), *micro_batch(1)]
+    alone = {("layer0", 0): [Parcel(2, True)]}
+    both = alone | {("layer3", 1): [Parcel(1000, True)]}  # which takes longer than the whole step
+    pace, hurried = pace_of(work, alone, LINK), pace_of(work, both, LINK)
+    assert pace.number["layer0", 0] == 3 and pace.number["layer0", 1] == 7
+    assert pace.start["layer0", 0] == hurried.start["layer0", 0] == 1
+    assert hurried.start["layer3", 1] == 0
+
+
 def test_paced_steps_take_no_longer_and_hold_less_where_the_backward_begins() -> None:
     work, parcels = (
         stack(8, 2.0, 4.0),
