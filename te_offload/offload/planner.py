@@ -202,7 +202,12 @@ def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds) ->
         return simulate(work, parcels, link, bounds)
 
     choices = _choices(policy, record, slots)
-    going = min(choices, key=lambda choice: (forecast(choice).step_ms, -len(choice)))
+
+    def cost(choice: Choice) -> tuple[float, int, int]:
+        found = forecast(choice)
+        return round(found.step_ms, 6), found.peak_bytes, -len(choice)  # sums of times that wait for nothing are equal
+
+    going = min(choices, key=cost)
     if policy.budget_per_layer is None and policy.fraction is None:
         going = _keep_the_last(order, going, forecast)
     going = _keep_more(policy.keep_more, order, slots, going)

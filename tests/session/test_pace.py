@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from te_offload.offload import session as session_module
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import TIMED_FIRST
 from te_offload.offload.record import BACKWARD_BEGINS
-from tests.support.simulated_device import SimulatedDevice, stack
+from tests.support.simulated_device import SimulatedDevice, WorkingOp, stack
 
 LAYERS = 8
 SLOTS = (12_800, 8_800, 8_800)  # bytes: of 30.4 ms on the link each way
@@ -30,12 +31,26 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
 
 
 def _run(
-    device: SimulatedDevice, going: int, times: tuple[float, float], *, paced: bool, steps: int = 5
+    device: SimulatedDevice,
+    going: int,
+    times: tuple[float, float],
+    *,
+    paced: bool,
+    steps: int = 5,
+    varies: float = 0.0,
 ) -> tuple[float, StepRecord]:
-    """Milliseconds of the last of some steps in which so many layers go, from the first on, and its record."""
+    """Milliseconds of the last of some steps in which so many layers go, from the first on, and its record.
+
+    ``varies``: how far the times of ops move from step to step, the deviation of their logarithm.
+    """
     model = stack(device, LAYERS, SLOTS, *times)
+    ops = [(op, op.forward_ms, op.backward_ms) for op in model.modules() if isinstance(op, WorkingOp)]
+    draw = random.Random(0)
 
     def step(session: OffloadSession) -> float:
+        for op, forward_ms, backward_ms in ops:
+            op.forward_ms = forward_ms * draw.lognormvariate(0.0, varies)
+            op.backward_ms = backward_ms * draw.lognormvariate(0.0, varies)
         began = device.compute
         with session.step():
             model(torch.zeros(1, requires_grad=True)).backward()
@@ -114,3 +129,12 @@ def test_steps_take_no_longer_for_it(device: SimulatedDevice, times: tuple[float
     paced_ms, paced = _run(device, going, times, paced=True)
     assert paced_ms <= early_ms + 1e-6
     assert paced.peak_resident <= early.peak_resident
+
+
+@pytest.mark.parametrize("steps", [5, 6, 7, TIMED_FIRST + 2])
+@pytest.mark.parametrize("going", [1, 5])
+def test_steps_take_no_longer_for_it_where_no_two_are_alike(device: SimulatedDevice, going: int, steps: int) -> None:
+    early_ms, paced_ms = (
+        _run(device, going, (40.0, 80.0), paced=paced, steps=steps, varies=0.4)[0] for paced in (False, True)
+    )
+    assert paced_ms == pytest.approx(early_ms)

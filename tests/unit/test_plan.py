@@ -224,6 +224,16 @@ def test_host_limit_and_budget_that_exclude_each_other_say_so() -> None:
         make_plan(policy(budget_per_layer=0, host_limit="100MiB"), record(), LINK, BOUNDS)
 
 
+def test_of_plans_that_take_as_long_the_one_that_holds_least_is_made() -> None:
+    step = record(layers=6)
+    plan = make_plan(policy(fraction=0.3), step, LINK, BOUNDS)
+    other = parcels_of(record(layers=6, fc1_input=Reason.PLAN, act_input=Reason.PLAN))  # the FC2 inputs of all layers
+    found = simulate(work_of(step), other, LINK, BOUNDS)
+    assert plan.forecast is not None and plan.forecast.step_ms == pytest.approx(found.step_ms)
+    assert plan.bytes_going == sum(parcel.nbytes for group in other.values() for parcel in group if parcel.goes)
+    assert (plan.forecast.peak_bytes, found.peak_bytes) == (300 * MIB, 320 * MIB)
+
+
 def test_slots_that_the_host_has_no_room_for_are_named_whichever_forward_they_are_of() -> None:
     one = record(layers=2)
     later = dataclasses.replace(
