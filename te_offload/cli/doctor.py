@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -92,7 +92,7 @@ def _gpu_findings() -> Iterator[Finding]:
     ):
         taken = te_adapter.grouped_path_supported(recipe, torch.bfloat16)
         no = f"{cublas}, compute capability {major}.{minor}: the split path runs, a GEMM an expert, not capturable"
-        yield Finding(what, taken, cublas if taken else no)
+        yield Finding(what, taken, cublas if taken else no + _beside_gemms(os.environ))
     yield _allocator_finding()
     built = cuda_queue.build()
     detail = f"torch's calls and ctypes' queue copies, at more of the host's time: {built.reason}"
@@ -106,6 +106,14 @@ def _gpu_findings() -> Iterator[Finding]:
         yield Finding(what, False, f"{error} Graphs of layers keep all of their memory.")
     hangs = conflict(os.environ)
     yield Finding("collectives in CUDA graphs", hangs is None, hangs or "no setting is known against them")
+
+
+def _beside_gemms(environment: Mapping[str, str]) -> str:
+    """What copies meet beside the split path's GEMMs, which run on four streams (docs/results/, offload)."""
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections == "1":
+        return "; copies beside it have the link (CUDA_DEVICE_MAX_CONNECTIONS=1)"
+    return f"; copies beside it are slower than with CUDA_DEVICE_MAX_CONNECTIONS=1 (now {connections or 'unset'})"
 
 
 def _allocator_finding() -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from te_offload.cli import app, main
-from te_offload.cli.doctor import _allocator_finding
+from te_offload.cli.doctor import _allocator_finding, _gpu_findings
 from te_offload.ops import te_adapter
 
 
@@ -55,3 +56,21 @@ def test_doctor_says_what_another_allocator_of_torchs_costs(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     found = _allocator_finding()
     assert not found.ok and "cudaMallocAsync" in found.detail
+
+
+@pytest.mark.parametrize(("connections", "said"), [(None, "unset"), ("8", "now 8"), ("1", "have the link")])
+def test_doctor_says_what_the_split_path_does_to_copies(
+    monkeypatch: pytest.MonkeyPatch, connections: str | None, said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 2 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(te_adapter, "cublaslt_version", lambda: 130100)
+    monkeypatch.setattr(te_adapter, "grouped_path_supported", lambda recipe, dtype: recipe is not None)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if connections is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    rows = {found.what: found for found in itertools.islice(_gpu_findings(), 6)}
+    split, grouped = rows["unfused grouped path, bf16"], rows["unfused grouped path, MXFP8"]
+    assert not split.ok and said in split.detail
+    assert grouped.ok and "CUDA_DEVICE_MAX_CONNECTIONS" not in grouped.detail
