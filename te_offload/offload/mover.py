@@ -150,16 +150,6 @@ class Mover:
             self._leaving.popleft()
             self._let_go(cargo)
 
-    def settle_among(self, cargos: Sequence[Cargo]) -> None:
-        """Let go of device memory of some cargos whose copy out is over. Waits for none."""
-        for cargo in cargos:
-            if cargo.state is LEAVING and cargo in self._leaving:
-                assert cargo.out is not None
-                cargo.left = cargo.out.ended.is_over()
-                if cargo.left:
-                    self._leaving.remove(cargo)
-                    self._let_go(cargo)
-
     def settle_recalled(self, room: int | None = None) -> None:
         """Let go of what was recalled and read by now and whose copy out is over, oldest first.
 

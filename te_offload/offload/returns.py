@@ -75,7 +75,6 @@ class Returns:
             following = self._after(key) if self._reached is None else self._following(self._reached)
             if following is not None and not self._is_early(following):
                 self._look_ahead(following, self._mover.transfer.mark())
-            self._settle_early()
 
     def _come_to(self, key: tuple[str, int]) -> None:
         """The backward has come to a forward. In another order than the pace's, those that it has read count."""
@@ -84,13 +83,6 @@ class Returns:
 
     def _is_early(self, visit: LayerVisit) -> bool:
         return self.pace is not None and self.pace.start.get(visit.key, 0) > self._now
-
-    def _settle_early(self) -> None:
-        """What is not due yet and has left by now need not be on the device until then."""
-        if self.pace is not None and self._mover.in_flight and self._mover.knows_ends:
-            for visit in self._visits:
-                if not visit.read and self._is_early(visit):
-                    self._mover.settle_among(visit.cargos)
 
     def read(self, visit: LayerVisit) -> None:
         """The backward reads the first tensor of a forward: bring all of it back, then what comes after it."""
@@ -114,7 +106,6 @@ class Returns:
             self._reached = visit
         if self.looks_ahead:
             self._look_ahead(self._following(self._reached), free)
-            self._settle_early()
 
     def _look_ahead(self, following: LayerVisit | None, free: Mark) -> None:
         """Bring back a forward and those after it, while there is room and they are due."""
