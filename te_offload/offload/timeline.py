@@ -84,6 +84,14 @@ class Pace:
     number: Mapping[Key, int]
     start: Mapping[Key, int]
 
+    def no_later_than(self, other: Pace | None) -> Pace:
+        """What is due by either of two steps, since one of them may have stood still somewhere; all of it from the start if
+        they had other backwards.
+        """
+        if other is None or other.number != self.number:
+            return Pace(self.number, dict.fromkeys(self.number, 0))
+        return Pace(self.number, {key: min(number, other.start[key]) for key, number in self.start.items()})
+
 
 def pace_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link: Link) -> Pace:
     """The latest moments at which copies back may begin that run one after the other, each to end before its backward

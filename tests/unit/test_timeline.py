@@ -163,6 +163,23 @@ def test_pace_of_a_micro_batch_does_not_hurry_the_one_before_it() -> None:
     assert hurried.start["layer3", 1] == 0
 
 
+def test_pace_of_a_step_that_stood_still_makes_nothing_late() -> None:
+    parcels = slots(40, 40, 40, 40, 40, 40)
+    usual, stalled = stack(6, 2.0, 4.0), stack(6, 2.0, 4.0)
+    stalled[8] = Work(stalled[8].key, True, 4000.0)
+    found, other = pace_of(usual, parcels, LINK), pace_of(stalled, parcels, LINK)
+    assert any(other.start[key] > start for key, start in found.start.items())
+    assert found.no_later_than(other) == other.no_later_than(found) == found
+
+
+def test_without_a_second_step_of_the_same_backwards_all_is_due_from_the_start() -> None:
+    pace = pace_of(stack(6, 2.0, 4.0), slots(2, 2), LINK)
+    assert max(pace.start.values()) > 0
+    fewer = pace_of(stack(5, 2.0, 4.0), slots(2, 2), LINK)
+    for early in (pace.no_later_than(None), pace.no_later_than(fewer)):
+        assert early.number == pace.number and set(early.start.values()) == {0}
+
+
 def test_paced_steps_take_no_longer_and_hold_less_where_the_backward_begins() -> None:
     work, parcels = (
         stack(8, 2.0, 4.0),
