@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Key = tuple[str, int]  # layer, and number of its forward in the step
-_SLOWER = 1.25  # than measured a copy back may be, and still end in time
+_SLOWER = 1.5  # than measured a copy back may be, and still end in time
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Pace:
 
 def pace_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link: Link) -> Pace:
     """The latest moments at which copies back may begin that run one after the other, each to end before its backward
-    begins, take a quarter longer than the link's rate says, and begin one backward earlier than that.
+    begins, and take half as long again as the link's rate says.
 
     Args:
         work: forwards and backwards in the order of the compute stream.
@@ -118,7 +118,7 @@ def pace_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link:
     for key, begin in zip(reversed(keys), reversed(begins), strict=True):
         nbytes = sum(parcel.nbytes for parcel in parcels.get(key, ()) if parcel.goes)
         latest = min(latest, begin) - _SLOWER * nbytes / rate
-        start[key] = max(0, bisect.bisect_right(begins, latest) - 2)
+        start[key] = max(0, bisect.bisect_right(begins, latest) - 1)
         latest = max(latest, saved.get(key, 0.0))
     return Pace({key: number for number, key in enumerate(keys)}, start)
 

@@ -94,7 +94,7 @@ def test_what_is_read_last_comes_back_last_and_in_time(device: SimulatedDevice, 
         found.append(device.compute - device.backs[-len(SLOTS)])
     early, paced_in_time = found
     assert early == pytest.approx(LAYERS * 80.0)  # with the first backward
-    assert 80.0 + 30.4 <= paced_in_time <= 80.0 + 2 * 80.0 + 1e-6  # one backward of margin
+    assert paced_in_time == pytest.approx(2 * 80.0)  # with the last backward by which half as long again is in time
 
 
 def test_memory_of_what_comes_back_late_is_free_where_the_backward_begins(device: SimulatedDevice) -> None:

@@ -130,23 +130,23 @@ def test_steps_that_a_card_took_are_predicted(row: dict[str, Any]) -> None:
 # Pace -----------------------------------------------------------------------------------------------------------------
 
 
-def test_pace_begins_copies_back_in_time_a_quarter_slower_and_one_backward_before_that() -> None:
-    # backwards begin at 8, 12, 16 and 20; layer0's 16 bytes take 5 ms at 0.8 of the slower rate, so from 15 on at the
-    # latest: the last backward to begin by then does at 12, the one before it at 8; 2 bytes from 19.4 on: 16, 12
+def test_pace_begins_copies_back_in_time_even_half_as_slow_again() -> None:
+    # backwards begin at 8, 12, 16 and 20; layer0's 16 bytes take 6 ms of 1.5 x 4 at the slower rate, so from 14 on at the
+    # latest, with the backward that begins at 12; 2 bytes from 19.25 on, 40 from 5 on, before any of them
     work = stack(4, 2.0, 4.0)
     link = Link(out=10.0, back=10.0, out_duplex=4.0, back_duplex=4.0)
     pace = pace_of(work, slots(16, 0, 0, 0), link)
     assert dict(pace.number) == {("layer3", 0): 0, ("layer2", 0): 1, ("layer1", 0): 2, ("layer0", 0): 3}
-    assert pace.start["layer0", 0] == 0
-    assert pace_of(work, slots(2, 0, 0, 0), link).start["layer0", 0] == 1
+    found = [pace_of(work, slots(nbytes, 0, 0, 0), link).start["layer0", 0] for nbytes in (2, 16, 40)]
+    assert found == [2, 1, 0]
 
 
 def test_pace_has_copies_back_queue_up_where_there_is_no_time_for_them_one_by_one() -> None:
-    # each takes 4 ms, as long as a backward, so each begins with the one before its own at the latest, and one earlier
-    early = pace_of(stack(12, 2.0, 4.0), slots(*[16] * 12), Link(10.0, 10.0, 5.0, 5.0))
-    assert [early.start[f"layer{number}", 0] for number in (0, 1, 5, 10)] == [9, 8, 4, 0]
+    # each takes 6 ms of a backward's 4: layer0's begins 6 ms before its own, layer1's 8 before its own, then 10 and so on
+    early = pace_of(stack(12, 2.0, 4.0), slots(*[20] * 12), Link(10.0, 10.0, 5.0, 5.0))
+    assert [early.start[f"layer{number}", 0] for number in (0, 1, 2, 3, 4)] == [9, 8, 6, 5, 3]
     # ten times as long: all would have to begin before the first backward
-    late = pace_of(stack(12, 2.0, 4.0), slots(*[160] * 12), Link(10.0, 10.0, 5.0, 5.0))
+    late = pace_of(stack(12, 2.0, 4.0), slots(*[200] * 12), Link(10.0, 10.0, 5.0, 5.0))
     assert set(late.start.values()) == {0}
 
 
@@ -159,7 +159,7 @@ def test_pace_of_a_micro_batch_does_not_hurry_the_one_before_it() -> None:
     both = alone | {("layer3", 1): [Parcel(1000, True)]}  # which takes longer than the whole step
     pace, hurried = pace_of(work, alone, LINK), pace_of(work, both, LINK)
     assert pace.number["layer0", 0] == 3 and pace.number["layer0", 1] == 7
-    assert pace.start["layer0", 0] == hurried.start["layer0", 0] == 1
+    assert pace.start["layer0", 0] == hurried.start["layer0", 0] == 2
     assert hurried.start["layer3", 1] == 0
 
 
