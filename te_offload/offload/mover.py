@@ -137,13 +137,9 @@ class Mover:
         counts.bytes_out += cargo.copied
         counts.copies_out += len(cargo.runs)
 
-    def settle(self, room: int = 0) -> None:
-        """Let go of device memory whose copy out is over, or must be waited for to stay within the bound.
-
-        Args:
-            room: bytes of the last copies out whose memory may stay though they are over.
-        """
-        while self._leaving and self.in_flight > room:
+    def settle(self) -> None:
+        """Let go of device memory whose copy out is over, or must be waited for to stay within the bound."""
+        while self._leaving:
             cargo = self._leaving[0]
             assert cargo.out is not None
             cargo.left = cargo.out.ended.is_over()

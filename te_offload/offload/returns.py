@@ -84,15 +84,6 @@ class Returns:
     def _is_early(self, visit: LayerVisit) -> bool:
         return self.pace is not None and self.pace.start.get(visit.key, 0) > self._now
 
-    def settle(self) -> None:
-        """A forward that was not looked at has ended: let go of what has left, but for what would be back as soon as the
-        backward begins: that would take the link's time for nothing.
-        """
-        if self._mover.in_flight:
-            due = [visit for visit in self._visits if not self._is_early(visit)]
-            room = sum([cargo.copied for visit in due for cargo in visit.cargos if cargo.state is LEAVING])
-            self._mover.settle(min(room, self.max_ahead))
-
     def read(self, visit: LayerVisit) -> None:
         """The backward reads the first tensor of a forward: bring all of it back, then what comes after it."""
         self._mover.finish_use()  # of the forward that was read before

@@ -376,7 +376,7 @@ class OffloadSession:
                 if (
                     torch._C._current_graph_task_id() == -1
                 ):  # no checkpoint's: in the backward it may be read any moment
-                    self._engine.returns.settle()
+                    self._engine.mover.settle()
             return
         if not self._open or self._open[-1][0] is not attachment:
             return  # its beginning was outside of the step, or raised

@@ -84,12 +84,12 @@ class Pace:
     number: Mapping[Key, int]
     start: Mapping[Key, int]
 
-    def no_later_than(self, other: Pace | None) -> Pace:
-        """What is due by either of two steps, since one of them may have stood still somewhere; all of it from the start if
-        they had other backwards.
+    def no_later_than(self, other: Pace | None) -> Pace | None:
+        """What is due by either of two steps, since one of them may have stood still somewhere; ``None`` if they had other
+        backwards.
         """
         if other is None or other.number != self.number:
-            return Pace(self.number, dict.fromkeys(self.number, 0))
+            return None
         return Pace(self.number, {key: min(number, other.start[key]) for key, number in self.start.items()})
 
 

@@ -92,8 +92,8 @@ def test_no_more_than_the_bound_waits_for_its_copy_out_but_one_slot(
     settled: list[int] = []
 
     class Watched(Mover):
-        def settle(self, room: int = 0) -> None:
-            super().settle(room)
+        def settle(self) -> None:
+            super().settle()
             assert self.in_flight == sum(cargo.copied for cargo in self._leaving)
             assert _within(self.in_flight, bound, list(self._leaving))
             settled.append(self.in_flight)

@@ -161,7 +161,7 @@ def test_without_verify_a_torn_copy_is_a_wrong_gradient(monkeypatch: pytest.Monk
 class ReloadsTooEarly(Mover):
     """MLM#7398 (1): the copy back does not wait for its own copy out."""
 
-    def settle(self, room: int = 0) -> None:
+    def settle(self) -> None:
         self.alive = [*getattr(self, "alive", []), *(cargo.sources for cargo in self._leaving)]
         while self._leaving:
             self._let_go(self._leaving.popleft())
@@ -177,7 +177,7 @@ class ReloadsTooEarly(Mover):
 class FreesTooEarly(Mover):
     """TU#1867 (3): the saved tensors are let go while the copy out still reads them, and their memory is used again."""
 
-    def settle(self, room: int = 0) -> None:
+    def settle(self) -> None:
         while self._leaving:
             cargo = self._leaving.popleft()
             for tensor in cargo.sources or []:
