@@ -373,9 +373,8 @@ class OffloadSession:
             key, attachment.unseen = attachment.unseen, None
             if not failed and self._engine is not None and any(visit.cargos for visit in self._engine.visits):
                 _before_backward(output, functools.partial(_approach, weakref.ref(self), key))
-                if (
-                    torch._C._current_graph_task_id() == -1
-                ):  # no checkpoint's: in the backward it may be read any moment
+                checkpointed = torch._C._current_graph_task_id() != -1  # what left before may be read any moment
+                if not checkpointed:
                     self._engine.mover.settle()
             return
         if not self._open or self._open[-1][0] is not attachment:
