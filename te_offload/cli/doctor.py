@@ -92,7 +92,9 @@ def _gpu_findings() -> Iterator[Finding]:
     ):
         taken = te_adapter.grouped_path_supported(recipe, torch.bfloat16)
         no = f"{cublas}, compute capability {major}.{minor}: the split path runs, a GEMM an expert, not capturable"
-        yield Finding(what, taken, cublas if taken else no + _beside_gemms(os.environ))
+        if recipe is None:  # in which it was seen
+            no += _beside_gemms(os.environ)
+        yield Finding(what, taken, cublas if taken else no)
     yield _allocator_finding()
     built = cuda_queue.build()
     detail = f"torch's calls and ctypes' queue copies, at more of the host's time: {built.reason}"

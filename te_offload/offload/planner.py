@@ -108,9 +108,8 @@ class Planner:
             return  # on every rank
         record = merge_records(records)
         link = Link(*(min(dataclasses.astuple(rates)[i] for _, rates, _ in everyone) for i in range(4)))
-        all_bounds = [bounds for *_, bounds in everyone]
-        out, back = max(bounds.out for bounds in all_bounds), max(bounds.back for bounds in all_bounds)
-        bounds = dataclasses.replace(all_bounds[0], out=out, back=back)
+        out, back = (max(getattr(bounds, way) for *_, bounds in everyone) for way in ("out", "back"))
+        bounds = dataclasses.replace(_bounds(engine), out=out, back=back)
         if self.plan is None or self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift:
             self.plan = make_plan(self._policy, record, link, bounds)
 

@@ -16,7 +16,7 @@ import torch
 
 _TYPES = {torch.int32: "<i4", torch.int64: "<i8", torch.float32: "<f4"}  # as NumPy's array interface names them
 _PLAIN = torch.Tensor, torch.nn.Parameter
-_MOST = 4096  # numbers; a kernel writes more of them slower than the copy engine brings them
+_MOST = 4096  # numbers, since the page-locked memory of each shape is kept
 
 
 class _OnGpu:

@@ -66,11 +66,11 @@ def test_doctor_says_what_the_split_path_does_to_copies(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 2 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     monkeypatch.setattr(te_adapter, "cublaslt_version", lambda: 130100)
-    monkeypatch.setattr(te_adapter, "grouped_path_supported", lambda recipe, dtype: recipe is not None)
+    monkeypatch.setattr(te_adapter, "grouped_path_supported", lambda recipe, dtype: False)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     rows = {found.what: found for found in itertools.islice(_gpu_findings(), 6)}
-    split, grouped = rows["unfused grouped path, bf16"], rows["unfused grouped path, MXFP8"]
-    assert not split.ok and said in split.detail
-    assert grouped.ok and "CUDA_DEVICE_MAX_CONNECTIONS" not in grouped.detail
+    seen, other = rows["unfused grouped path, bf16"], rows["unfused grouped path, FP8 current scaling"]
+    assert not seen.ok and said in seen.detail
+    assert not other.ok and "CUDA_DEVICE_MAX_CONNECTIONS" not in other.detail

@@ -7,7 +7,8 @@ Does not: use a GPU.
 
 Slots of 12,800, 8,800 and 8,800 bytes a layer take 30.4 ms of the link each way; the first layers go, bounds in flight are
 measured; 40 steps, means of the last 30, and the highest peak of saved tensors in timed steps. `varies` is the deviation of
-the logarithm of each op's time from step to step.
+the logarithm of each op's time from step to step. A second table is the timeline's: layers of 64 experts (slots of 128, 88
+and 88 MiB) with bounds of what a layer and a slot have, and a quarter more, and a link of an H200.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from te_offload import OffloadSession, Plan, PlannedSlot
 from te_offload.offload import engine as engine_module
 from te_offload.offload import session as session_module
 from te_offload.offload.decide import Rules
+from te_offload.offload.timeline import Bounds, Forecast, Link, Parcel, Work, simulate
 from tests.support.simulated_device import SimulatedDevice, WorkingOp, stack
 
 SLOTS = (12_800, 8_800, 8_800)
@@ -53,6 +55,12 @@ WHOLE = (
     *(Shape(8, 6, 11.0, 22.0), Shape(24, 12, 30.0, 50.0)),
 )
 PARTS = (Shape(4, 2, 40.0, 80.0), Shape(4, 3, 30.0, 60.0), Shape(4, 4, 40.0, 80.0), Shape(4, 3, 11.0, 22.0))
+
+
+MIB = 1 << 20
+EXPERTS_64 = (128 * MIB, 88 * MIB, 88 * MIB)
+LINK = Link(out=55e6, back=55.2e6, out_duplex=50.5e6, back_duplex=51.6e6)  # bytes a millisecond
+SLOW = {"forward_ms": 4.4, "backward_ms": 7.5}  # a layer, where the host is slow
 
 
 class Found(NamedTuple):
@@ -107,8 +115,25 @@ def measure(shape: Shape, order: Order, varies: float, *, paced: bool) -> Found:
     return Found(ms, waits, max(peaks), round(statistics.mean(back[SETTLED:])))
 
 
+def forecast(shape: Shape, *, stays: int | None = None, out: float = 1.0, back: float = 1.0, paced: bool) -> Forecast:
+    """A step by the timeline; ``stays``: the number of a slot that does not go; ``out``, ``back``: times the bounds."""
+    keys = [(f"layer{number}", 0) for number in range(shape.layers)]
+    work = [Work(key, False, shape.forward_ms) for key in keys]
+    work += [Work(key, True, shape.backward_ms) for key in reversed(keys)]
+    parcels = {
+        key: [Parcel(nbytes, layer < shape.going and slot != stays) for slot, nbytes in enumerate(EXPERTS_64)]
+        for layer, key in enumerate(keys)
+    }
+    going = [parcel.nbytes for parcel in parcels[keys[0]] if parcel.goes]
+    least_out, least_back = (
+        1.25 * (min(rate * ms, sum(going)) + max(going))
+        for rate, ms in ((LINK.out, shape.forward_ms), (LINK.back, shape.backward_ms))
+    )
+    return simulate(work, parcels, LINK, Bounds(out * least_out, back * least_back, recall=True, paced=paced))
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     print(
         "| micro-batches | layers going | ms, forward, backward | varies | at once: step ms, waits | peak, back | ",
         end="",
@@ -124,6 +149,17 @@ def main() -> None:
                     f"| {name} | {shape.going} of {shape.layers} | {times} | {varies} | {' | '.join(cells)} |",
                     flush=True,
                 )
+    print("\n| by the timeline | ms, peak MiB | then ms, peak MiB |\n|---|---|---|")
+    slow = Shape(8, 6, **SLOW)
+    many, way = forecast(slow, out=4, back=4, paced=False), forecast(slow, out=4, paced=False)
+    rows = [("6 of 8, both bounds four times; the one out alone", many, way)]
+    shapes = (("1 of 8", Shape(8, 1, **SLOW), None), ("6 of 8, act_input kept", slow, 1))
+    for title, shape, stays in (*shapes, ("12 of 24", Shape(24, 12, **SLOW), None)):
+        at_once, paced = (forecast(shape, stays=stays, paced=paced) for paced in (False, True))
+        rows.append((f"{title}: at once; with the pace", at_once, paced))
+    for title, *both in rows:
+        cells = [f"{one.step_ms:.1f}, {one.peak_bytes / MIB:,.0f}" for one in both]
+        print(f"| {title} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
