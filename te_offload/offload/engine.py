@@ -76,6 +76,7 @@ class Engine:
         visits: the forwards of this step, or of the last one.
         steps: how many are over. warm_steps: of them, from the first that used host memory on, those
             that saved something and did not raise.
+        adapts: whether the bounds in flight are set to what was measured to be needed.
         times_next: whether the next one is timed in any case.
         owned_storages: of the parameters of layers, as far as looked up in this step.
         delays: whether copies out are queued by `commit_delayed`. delay: what that has won and lost.
@@ -106,7 +107,7 @@ class Engine:
         self.times_next = False
         self._nodes: tuple[int, ...] = ()  # where the pool's pages lie, and
         self._nodes_at = 0  # after which of its allocations that was looked up
-        self._adapts = max_in_flight is None
+        self.adapts = max_in_flight is None
         self._adapted_to = -1  # the step whose record the bounds are from
         self._last_pace: Pace | None = None  # by that record alone
         self._reserve = host.reserve
@@ -327,6 +328,6 @@ class Engine:
         pace = pace_for(record)
         if pace is not None:
             self.returns.pace, self._last_pace = pace.no_later_than(self._last_pace), pace
-        bounds = bounds_for(record) if self._adapts else None
+        bounds = bounds_for(record) if self.adapts else None
         if bounds is not None:
             self.mover.max_in_flight, self.returns.max_ahead = int(bounds.out), int(bounds.back)

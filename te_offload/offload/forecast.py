@@ -1,12 +1,14 @@
 """From the record of a step to a forecast of steps like it.
 
-In: a record. Out: its work and slots as `timeline` takes them, the bytes in flight that keep the link busy, and when bytes
-should come back. Keeps true: the same record gives the same answer. Does not: choose slots (planner.py does).
+In: a record. Out: its work and slots as `timeline` takes them, the bytes in flight that keep the link busy (for what went
+or for another choice of slots), and when bytes should come back. Keeps true: the same record gives the same answer. Does
+not: choose slots (planner.py does).
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping, Sequence
 
 from te_offload.offload.record import StepRecord
 from te_offload.offload.timeline import Bounds, Key, Link, Pace, Parcel, Work, pace_of, simulate
@@ -47,16 +49,25 @@ def parcels_of(record: StepRecord) -> dict[Key, list[Parcel]]:
 
 
 def bounds_for(record: StepRecord) -> Bounds | None:
-    """The fewest bytes in flight each way with which steps like a recorded one take no longer than with many more.
+    """The bytes in flight for steps like a recorded one; ``None`` if nothing went."""
+    link = _link_of(record)
+    return None if link is None else fewest_in_flight(record, parcels_of(record), link)
+
+
+def fewest_in_flight(record: StepRecord, parcels: Mapping[Key, Sequence[Parcel]], link: Link) -> Bounds | None:
+    """The fewest bytes in flight each way with which a step takes no longer than with many more.
 
     At least what the link moves during the longest window of one layer, and one slot more; at most four times that. Each
     way has as many as it needs: bytes that are back too early are memory that was offloaded for nothing.
-    ``None`` if nothing went.
+
+    Args:
+        record: of a step with the same work. parcels: the slots, and which of them go. link: the link's rates.
+
+    Returns:
+        the bounds, or ``None`` if nothing goes.
     """
-    parcels = parcels_of(record)
     going = [parcel.nbytes for group in parcels.values() for parcel in group if parcel.goes]
-    link = _link_of(record)
-    if not going or link is None:
+    if not going:
         return None
     layers = {key: sum(parcel.nbytes for parcel in group if parcel.goes) for key, group in parcels.items()}
     windows = [window for window in record.windows if layers.get((window.layer, window.forward))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from te_offload.errors import BudgetError, PlanError
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import Engine
-from te_offload.offload.forecast import work_of
+from te_offload.offload.forecast import fewest_in_flight, work_of
 from te_offload.offload.link import probe_link
 from te_offload.offload.plan import Plan, PlannedSlot
 from te_offload.offload.policy import Policy
@@ -83,13 +84,13 @@ class Planner:
             return
         if self.plan is None:
             if record.index > 0 and not engine.times_are_disturbed:
-                self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
+                self.plan = make_plan(self._policy, record, self._rates(engine), _given(engine))
         elif self.plan.drift(bytes_by_slot(record)) <= self._policy.replan_drift:
             if record.index >= self._looks_from:
                 self._fits = record.saved_by_forward
         elif record.timed:
             self._link = None  # other jobs may share it by now
-            self.plan = make_plan(self._policy, record, self._rates(engine), _bounds(engine))
+            self.plan = make_plan(self._policy, record, self._rates(engine), _given(engine))
         else:
             engine.times_next = True
 
@@ -100,7 +101,7 @@ class Planner:
             return
         record = engine.latest_record(wait=True)
         assert record is not None and record.timed
-        mine = (record, self._rates(engine), _bounds(engine))
+        mine = (record, self._rates(engine), _given(engine))
         everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
         torch.distributed.all_gather_object(everyone, mine, group=self._group)
         records = [record for record, *_ in everyone]
@@ -108,8 +109,10 @@ class Planner:
             return  # on every rank
         record = merge_records(records)
         link = Link(*(min(dataclasses.astuple(rates)[i] for _, rates, _ in everyone) for i in range(4)))
-        out, back = (max(getattr(bounds, way) for *_, bounds in everyone) for way in ("out", "back"))
-        bounds = dataclasses.replace(_bounds(engine), out=out, back=back)
+        given = [bounds for *_, bounds in everyone if bounds is not None]
+        bounds = None  # where a rank has none
+        if len(given) == len(everyone):
+            bounds = _bounds(*(max(getattr(one, way) for one in given) for way in ("out", "back")))
         if self.plan is None or self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift:
             self.plan = make_plan(self._policy, record, link, bounds)
 
@@ -119,8 +122,13 @@ class Planner:
         return self._link
 
 
-def _bounds(engine: Engine) -> Bounds:
-    return Bounds(engine.mover.max_in_flight, engine.returns.max_ahead, recall=True, paced=True)
+def _given(engine: Engine) -> Bounds | None:
+    """The bounds of a session that was given one; else the engine comes to those that the plan needs."""
+    return None if engine.adapts else _bounds(engine.mover.max_in_flight, engine.returns.max_ahead)
+
+
+def _bounds(out: float = math.inf, back: float = math.inf) -> Bounds:
+    return Bounds(out, back, recall=True, paced=True)
 
 
 # From a record ------------------------------------------------------------------------------------------------------
@@ -183,8 +191,12 @@ def check_host_limit(limit: int, record: StepRecord) -> None:
             )
 
 
-def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds) -> Plan:
+def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds | None) -> Plan:
     """The plan for steps like a recorded one.
+
+    Args:
+        policy: what the user asks for. record: of a step, with times. link: the link's rates.
+        bounds: bytes in flight; ``None``: as few as the choice needs.
 
     Raises:
         BudgetError: the budgets cannot be met.
@@ -194,19 +206,31 @@ def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds) ->
     work = work_of(record)
     layers = {key: key[0].split("/")[0] for key in order}
 
-    def forecast(going: frozenset[tuple[str, int]]) -> Forecast:
+    def parcels_of(going: Choice) -> dict[Key, list[Parcel]]:
         parcels: dict[Key, list[Parcel]] = {}
         for key in order:
             parcels.setdefault((layers[key], key[1]), []).append(Parcel(slots[key], key in going))
-        return simulate(work, parcels, link, bounds)
+        return parcels
+
+    def bounds_of(going: Choice) -> Bounds:
+        if bounds is not None:
+            return bounds
+        few = fewest_in_flight(record, parcels_of(going), link)
+        return _bounds() if few is None else _bounds(few.out, few.back)
+
+    def cost(choice: Choice) -> tuple[float, int, int, int]:
+        found = simulate(work, parcels_of(choice), link, bounds_of(choice))
+        looked_at = len({(layers[key], key[1]) for key in choice})  # each takes the host longer than a slot does
+        # Sums of times that wait for nothing are equal.
+        return round(found.step_ms, 6), found.peak_bytes, looked_at, -len(choice)
 
     choices = _choices(policy, record, slots)
-
-    def cost(choice: Choice) -> tuple[float, int, int]:
-        found = forecast(choice)
-        return round(found.step_ms, 6), found.peak_bytes, -len(choice)  # sums of times that wait for nothing are equal
-
     going = min(choices, key=cost)
+    chosen = bounds_of(going)
+
+    def forecast(going: Choice) -> Forecast:
+        return simulate(work, parcels_of(going), link, chosen)
+
     if policy.budget_per_layer is None and policy.fraction is None:
         going = _keep_the_last(order, going, forecast)
     going = _keep_more(policy.keep_more, order, slots, going)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,16 @@ def policy(**arguments: Any) -> Policy:
     return Policy.of(**(values | arguments))
 
 
-def record(layers: int = 4, forward: float = 10.0, backward: float = 20.0, **kept: Reason) -> StepRecord:
+def record(
+    layers: int = 4,
+    forward: float = 10.0,
+    backward: float = 20.0,
+    sizes: Mapping[SlotName, int] = SIZES,
+    **kept: Reason,
+) -> StepRecord:
     rows, windows = [], []
     for number in range(layers):
-        for position, (slot, nbytes) in enumerate(SIZES.items()):
+        for position, (slot, nbytes) in enumerate(sizes.items()):
             reason = kept.get(slot.value, Reason.NONE)
             goes = reason is Reason.NONE
             fate = Fate.OFFLOADED if goes else Fate.KEPT
@@ -232,6 +239,30 @@ def test_of_plans_that_take_as_long_the_one_that_holds_least_is_made() -> None:
     assert plan.forecast is not None and plan.forecast.step_ms == pytest.approx(found.step_ms)
     assert plan.bytes_going == sum(parcel.nbytes for group in other.values() for parcel in group if parcel.goes)
     assert (plan.forecast.peak_bytes, found.peak_bytes) == (300 * MIB, 320 * MIB)
+
+
+EXPERTS_64 = {SlotName.FC1_INPUT: 128 * MIB, SlotName.ACT_INPUT: 88 * MIB, SlotName.FC2_INPUT: 88 * MIB}
+
+
+def test_bytes_in_flight_are_those_that_the_choice_needs_where_none_were_given() -> None:
+    """A bound of less than a layer's slots would have the compute stream wait for the first of them."""
+    link, step = Link(55e6, 55e6, 50e6, 50e6), record(8, 1.2, 2.4, EXPERTS_64)
+    bounded, free = (
+        make_plan(policy(fraction=0.1), step, link, bounds)
+        for bounds in (Bounds(256 * MIB, 256 * MIB, recall=True, paced=True), None)
+    )
+    assert going(bounded) == {f"layer{layer}/1.act_input" for layer in range(3)}
+    assert going(free) == {"layer0/0.fc1_input", "layer0/1.act_input", "layer0/2.fc2_input"}
+    assert bounded.forecast is not None and free.forecast is not None
+    assert free.forecast.step_ms == bounded.forecast.step_ms == pytest.approx(8 * 3.6)  # no wait
+    assert (free.forecast.peak_bytes, bounded.forecast.peak_bytes) == (2128 * MIB, 2168 * MIB)
+
+
+def test_of_plans_alike_in_time_and_peak_the_one_with_the_fewest_layers_is_made() -> None:
+    """Layers of which nothing goes are left alone; one slot of one layer has as many bytes here as one of either."""
+    sizes = {SlotName.FC1_INPUT: 40 * MIB, SlotName.ACT_INPUT: 20 * MIB, SlotName.FC2_INPUT: 20 * MIB}
+    plan = make_plan(policy(fraction=0.25), record(2, sizes=sizes), LINK, None)
+    assert going(plan) == {"layer0/0.fc1_input"}
 
 
 def test_slots_that_the_host_has_no_room_for_are_named_whichever_forward_they_are_of() -> None:
