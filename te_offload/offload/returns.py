@@ -18,6 +18,7 @@ from te_offload.offload.record import BACKWARD_BEGINS
 from te_offload.offload.states import LEAVING, ON_HOST, RETURNING
 
 if TYPE_CHECKING:
+    from te_offload.offload.cargo import Cargo
     from te_offload.offload.mover import Mover
     from te_offload.offload.timeline import Pace
     from te_offload.offload.transfer import Mark
@@ -73,7 +74,7 @@ class Returns:
         self._come_to(key)
         if self.looks_ahead:
             following = self._after(key) if self._reached is None else self._following(self._reached)
-            if following is not None and not self._is_early(following):
+            if following is not None and not self._is_early(following) and self._has_room(following):
                 self._look_ahead(following, self._mover.transfer.mark())
 
     def _come_to(self, key: tuple[str, int]) -> None:
@@ -83,6 +84,15 @@ class Returns:
 
     def _is_early(self, visit: LayerVisit) -> bool:
         return self.pace is not None and self.pace.start.get(visit.key, 0) > self._now
+
+    def _has_room(self, visit: LayerVisit) -> bool:
+        """Whether the first of a forward's cargos that is not back may come."""
+        away = (cargo for cargo in reversed(visit.cargos) if cargo.state is ON_HOST or cargo.state is LEAVING)
+        first = next(away, None)
+        return first is None or self._fits(first)
+
+    def _fits(self, cargo: Cargo) -> bool:
+        return not self._ahead or self._ahead + cargo.nbytes <= self.max_ahead
 
     def read(self, visit: LayerVisit) -> None:
         """The backward reads the first tensor of a forward: bring all of it back, then what comes after it."""
@@ -118,7 +128,7 @@ class Returns:
         """Start what of a forward is not back, while there is room; whether there was."""
         for cargo in reversed(visit.cargos):
             if cargo.state is ON_HOST or cargo.state is LEAVING:
-                if self._ahead and self._ahead + cargo.nbytes > self.max_ahead:
+                if not self._fits(cargo):
                     return False
                 self._mover.start_back(cargo, free)
                 if not cargo.recalled:

@@ -15,6 +15,8 @@ from te_offload.offload import session as session_module
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import TIMED_FIRST
 from te_offload.offload.record import BACKWARD_BEGINS
+from te_offload.offload.returns import Returns
+from te_offload.offload.transfer import Mark
 from tests.support.simulated_device import SimulatedDevice, WorkingOp, stack
 
 LAYERS = 8
@@ -38,6 +40,7 @@ def _run(
     paced: bool,
     steps: int = 5,
     varies: float = 0.0,
+    bound: int = 1 << 20,
 ) -> tuple[float, StepRecord]:
     """Milliseconds of the last of some steps in which so many layers go, from the first on, and its record.
 
@@ -63,7 +66,7 @@ def _run(
     plan = Plan(tuple(PlannedSlot(name, 0, 0, one) for name, one in zip(names, goes, strict=True)))
     with (
         pytest.MonkeyPatch.context() as patch,
-        OffloadSession(list(model), min_bytes=0, max_in_flight=1 << 20, plan=plan) as session,
+        OffloadSession(list(model), min_bytes=0, max_in_flight=bound, plan=plan) as session,
     ):
         if not paced:
             patch.setattr(engine_module, "pace_for", lambda _: None)
@@ -135,3 +138,31 @@ def test_steps_take_no_longer_for_it_where_no_two_are_alike(device: SimulatedDev
         _run(device, going, (40.0, 80.0), paced=paced, steps=steps, varies=0.4)[0] for paced in (False, True)
     )
     assert paced_ms == pytest.approx(early_ms)
+
+
+def test_backwards_of_layers_that_are_left_alone_record_nothing_where_there_is_no_room(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of eight layers go; their slots may only be back one by one."""
+    found: list[tuple[int, int]] = []  # of each such backward, marks and copies
+    marks: list[Mark] = []
+    mark = device.mark
+
+    def counted() -> Mark:
+        marks.append(mark())
+        return marks[-1]
+
+    monkeypatch.setattr(device, "mark", counted)
+
+    class Counted(Returns):
+        def approach(self, key: tuple[str, int]) -> None:
+            before = len(marks), len(device.backs)
+            super().approach(key)
+            found.append((len(marks) - before[0], len(device.backs) - before[1]))
+
+    monkeypatch.setattr(engine_module, "Returns", Counted)
+    _, record = _run(device, 2, (10.0, 10.0), paced=True, steps=TIMED_FIRST + 3, bound=0)
+    assert record.unseen == LAYERS - 2 and record.bytes_back > 0
+    assert len(found) == 3 * (LAYERS - 2)  # in steps that are not timed
+    assert {copies for _, copies in found} == {0, 1}
+    assert all((made > 0) == (copies > 0) for made, copies in found)
