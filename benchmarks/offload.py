@@ -220,6 +220,18 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def setting(rounds: int) -> dict[str, Any]:
+    """Of a run: the card, the versions, the rounds."""
+    number = te_adapter.cublaslt_version()
+    return {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformer_engine": te_adapter.installed_version(),
+        "cublaslt": f"{number // 10000}.{number // 100 % 100}",
+        "rounds": rounds,
+    }
+
+
 def main() -> None:
     """Run, print a table for each shape, write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -235,14 +247,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.offload needs a CUDA device; torch sees none here.")
-    number = te_adapter.cublaslt_version()
-    head = {
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformer_engine": te_adapter.installed_version(),
-        "cublaslt": f"{number // 10000}.{number // 100 % 100}",
-        "rounds": arguments.rounds,
-    }
+    head = setting(arguments.rounds)
     print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
     results = []
     for name in arguments.shape or SHAPES:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import offload, stack
+from benchmarks import offload, plans, stack
 from benchmarks.stack import Shape, Stack
 from te_offload.offload.engine import TIMED_EVERY
 from te_offload.offload.timeline import Link
@@ -61,18 +61,23 @@ def test_terms_take_the_worst_window_and_not_the_worst_of_each_term() -> None:
         offload.terms(record, [0, 3])
 
 
-@pytest.mark.parametrize("grouped", [True, False], ids=["grouped path", "split path"])
-def test_the_whole_benchmark_runs_every_way_of_ours_and_fills_its_table(
-    monkeypatch: pytest.MonkeyPatch, grouped: bool
-) -> None:
-    """On the CPU, where no memory is counted and no copy takes time, with the ways, steps and records of a GPU."""
-    ways = offload.ways
+def _on_cpu(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
+    """Where no memory is counted and no copy takes time."""
     te_on_cpu.unfused(monkeypatch, grouped=grouped)
     monkeypatch.setattr(stack, "DEVICE", "cpu")
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped path", "split path"])
+def test_the_whole_benchmark_runs_every_way_of_ours_and_fills_its_table(
+    monkeypatch: pytest.MonkeyPatch, grouped: bool
+) -> None:
+    """With the ways, steps and records of a GPU."""
+    ways = offload.ways
+    _on_cpu(monkeypatch, grouped=grouped)
     monkeypatch.setattr(offload, "time_link", lambda: Link(1e6, 1e6, 1e6, 1e6))
     monkeypatch.setattr(
         offload, "ways", lambda layers: [way for way in ways(layers) if way.engine in (None, "te_offload")]
@@ -85,3 +90,16 @@ def test_the_whole_benchmark_runs_every_way_of_ours_and_fills_its_table(
     assert list(out.values()) == [0, 15, 10, 10, 5, 5, 3]  # of 1, 2 and 2 MiB a layer, as the grouped path saves them
     printed = offload.table(result)
     assert all(way.name in printed for way in offload.ways(3))
+
+
+def test_benchmark_of_plans_has_a_row_for_each_fraction_and_its_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    _on_cpu(monkeypatch, grouped=True)
+    result = plans.measure(Shape(3, 2, 256, 512, 2048, fp8=False), (0.3, 1.0), 2)
+    first, some, most = result["rows"]
+    assert all(row["same_bits"] and len(row["ms"]) == 2 for row in result["rows"])
+    assert "predicted_ms" not in first
+    assert (some["bytes_going"] >> 20, most["bytes_going"] >> 20) == (5, 15)  # of 1, 2 and 2 MiB a layer
+    assert len(some["slots_going"]) == 3 and len(most["slots_going"]) == 9
+    for row in (some, most):
+        assert row["predicted_ms"] > 0 and 0 < row["resident"] <= 15 << 20
+        assert f"| {row['fraction']:g} | {row['bytes_going'] >> 20}" in plans.table(result)
