@@ -6,6 +6,7 @@ only along `states.TRANSITIONS`; while a copy out reads the tensors, the cargo h
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate, repeat
@@ -130,6 +131,7 @@ class Cargo:
         asked: the backward asked for the bytes after they had left.
         left: the copy out was seen to be over.
         recalled: the backward read the bytes before they had left the device.
+        over_at: the number of the work of its step with whose begin the copy out is over, as far as one can tell.
         needed: the moment at which the backward needed them, before it waited, if that is timed.
     """
 
@@ -138,6 +140,7 @@ class Cargo:
     recalled = False
     counted = False
     untaken = 0
+    over_at = math.inf
     sources: Sequence[torch.Tensor] | None = None
     ready: Mark | None = None
     needed: Mark | None = None

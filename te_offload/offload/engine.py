@@ -16,13 +16,13 @@ import torch
 
 from te_offload.offload import numa
 from te_offload.offload.decide import Rules
-from te_offload.offload.forecast import bounds_for, pace_for
+from te_offload.offload.forecast import bounds_for, departures_for, pace_for
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.measure import FinishedStep, resolve
 from te_offload.offload.mover import Counts, Mover
 from te_offload.offload.record import StepRecord
 from te_offload.offload.returns import Returns
-from te_offload.offload.timeline import Pace
+from te_offload.offload.timeline import Departures, Pace
 from te_offload.offload.transfer import make_transfer
 from te_offload.offload.verify import Verifier
 from te_offload.offload.visit import LayerVisit
@@ -109,7 +109,8 @@ class Engine:
         self._nodes_at = 0  # after which of its allocations that was looked up
         self.adapts = max_in_flight is None
         self._adapted_to = -1  # the step whose record the bounds are from
-        self._last_pace: Pace | None = None  # by that record alone
+        self._last_pace: Pace | None = None  # by that record alone, and
+        self._last_departures: Departures | None = None
         self._reserve = host.reserve
         self._growth_steps = growth_steps
         self.warm_steps = 0
@@ -313,9 +314,9 @@ class Engine:
         return None
 
     def _adapt(self) -> None:
-        """Set both bounds, unless they were given, and when bytes come back to what the last timed step shows to be needed
-        (the latter: the last two), once the device has passed it. The first steps do not show it: in them host memory is
-        page-locked, and what takes long needs few bytes in flight.
+        """Set both bounds, unless they were given, and when bytes have left and come back to what the last timed step shows
+        to be needed (the latter: the last two), once the device has passed it. The first steps do not show it: in them host
+        memory is page-locked, and what takes long needs few bytes in flight.
         """
         if not any(step.timed and step.index > self._adapted_to for step in self._finished):
             return
@@ -328,6 +329,10 @@ class Engine:
         pace = pace_for(record)
         if pace is not None:
             self.returns.pace, self._last_pace = pace.no_later_than(self._last_pace), pace
+        departures = departures_for(record)
+        if departures is not None:
+            self.mover.departures = departures.no_earlier_than(self._last_departures)
+            self._last_departures = departures
         bounds = bounds_for(record) if self.adapts else None
         if bounds is not None:
             self.mover.max_in_flight, self.returns.max_ahead = int(bounds.out), int(bounds.back)

@@ -1,8 +1,8 @@
 """From the record of a step to a forecast of steps like it.
 
 In: a record. Out: its work and slots as `timeline` takes them, the bytes in flight that keep the link busy (for what went
-or for another choice of slots), and when bytes should come back. Keeps true: the same record gives the same answer. Does
-not: choose slots (planner.py does).
+or for another choice of slots), by when bytes have left, and when they should come back. Keeps true: the same record gives
+the same answer. Does not: choose slots (planner.py does).
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ import collections
 from collections.abc import Mapping, Sequence
 
 from te_offload.offload.record import StepRecord
-from te_offload.offload.timeline import Bounds, Key, Link, Pace, Parcel, Work, pace_of, simulate
+from te_offload.offload.timeline import (
+    Bounds,
+    Departures,
+    Key,
+    Link,
+    Pace,
+    Parcel,
+    Work,
+    departures_of,
+    pace_of,
+    simulate,
+)
 from te_offload.slots import Fate
 
 MARGIN = 1.25  # of what was measured to be needed
@@ -96,6 +107,12 @@ def pace_for(record: StepRecord) -> Pace | None:
     """When bytes should come back in steps like a recorded one; ``None`` if none went."""
     link = _link_of(record)
     return None if link is None else pace_of(work_of(record), parcels_of(record), link)
+
+
+def departures_for(record: StepRecord) -> Departures | None:
+    """By when copies out are over in steps like a recorded one; ``None`` if there were none."""
+    link = _link_of(record)
+    return None if link is None else departures_of(work_of(record), parcels_of(record), link)
 
 
 def _link_of(record: StepRecord) -> Link | None:

@@ -24,6 +24,7 @@ from te_offload.offload.extents import ALIGNMENT
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.saved import let_go
 from te_offload.offload.states import KEPT, LEAVING, ON_HOST, RELEASED, RETURNED, RETURNING
+from te_offload.offload.timeline import Departures, Key
 from te_offload.offload.transfer import Mark, Transfer
 
 _current_backward = torch._C._current_graph_task_id  # which backward this thread is in
@@ -84,6 +85,7 @@ class Mover:
         thread: that of the step.
         knows_ends: whether the end of a copy can be asked for: not while a CUDA graph is captured.
         homes: of tensors that come back to the addresses where they were.
+        departures: by when copies out are over; ``None``: when the host sees that they are.
         reused: how often host memory was given back for which the compute stream has waited, and the stream of copies out
             only will where it waits for a later moment of that.
     """
@@ -99,6 +101,7 @@ class Mover:
         self.thread = threading.get_ident()
         self.knows_ends = True
         self.homes: list[Home] = []
+        self.departures: Departures | None = None
         self._in_use: Cargo | None = None  # given out last, and used by an op that may not be over
         self._leaving: collections.deque[Cargo] = collections.deque()
         self._unreachable: collections.deque[Cargo] = collections.deque()  # what nobody holds, released later
@@ -137,14 +140,23 @@ class Mover:
         counts.bytes_out += cargo.copied
         counts.copies_out += len(cargo.runs)
 
-    def settle(self) -> None:
-        """Let go of device memory whose copy out is over, or must be waited for to stay within the bound."""
+    def settle(self, after: Key | None = None) -> None:
+        """Let go of device memory whose copy out is over, now or when the compute stream gets here, or must be waited for
+        to stay within the bound.
+
+        Args:
+            after: the forward that ends here, if one does.
+        """
+        place = None
+        if after is not None and self.departures is not None and self.knows_ends:
+            place = self.departures.after.get(after)
         while self._leaving:
             cargo = self._leaving[0]
             assert cargo.out is not None
             cargo.left = cargo.out.ended.is_over()
             if not cargo.left:
-                if self.in_flight <= self.max_in_flight or len(self._leaving) == 1:
+                over = place is not None and cargo.over_at <= place
+                if not over and (self.in_flight <= self.max_in_flight or len(self._leaving) == 1):
                     break
                 self._block_for_room(cargo.out.ended)
             self._leaving.popleft()

@@ -375,7 +375,7 @@ class OffloadSession:
                 _before_backward(output, functools.partial(_approach, weakref.ref(self), key))
                 checkpointed = torch._C._current_graph_task_id() != -1  # what left before may be read any moment
                 if not checkpointed:
-                    self._engine.mover.settle()
+                    self._engine.mover.settle(key)
             return
         if not self._open or self._open[-1][0] is not attachment:
             return  # its beginning was outside of the step, or raised

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import bisect
 import collections
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Key = tuple[str, int]  # layer, and number of its forward in the step
 _SLOWER = 1.5  # than measured a copy back may be, and still end in time
+_SLOWER_OUT = 1.1  # than measured a copy out may be, and still nobody waits for it
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bytes in flight each way, whether what has not left yet may be read where it is, and whether bytes come back no
-    earlier than `Pace` says.
+    """Bytes in flight each way, whether what has not left yet may be read where it is, and whether memory is let go of as
+    `Departures` says and bytes come back no earlier than `Pace` does.
     """
 
     out: float = math.inf
@@ -123,17 +125,97 @@ def pace_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link:
     return Pace({key: number for number, key in enumerate(keys)}, start)
 
 
+@dataclass(frozen=True)
+class Departures:
+    """By when copies out are over, so that the compute stream may wait for them at no cost: a host that is ahead of the
+    device does not see that they are.
+
+    Attributes:
+        after: of each forward, the number of the work that follows it, in the order of the step, from 0.
+        over: of each forward of which something goes, slot by slot: its bytes so far, and the number of the work with whose
+            begin their copies are over.
+    """
+
+    after: Mapping[Key, int]
+    over: Mapping[Key, Sequence[tuple[int, int]]]
+
+    def place(self, key: Key, nbytes: int) -> float:
+        """The number of the work with whose begin the first bytes of a forward have left; none, if it did not send any."""
+        slots = self.over.get(key)
+        if not slots:
+            return math.inf
+        found = bisect.bisect_left(slots, nbytes, key=lambda slot: slot[0])
+        return slots[min(found, len(slots) - 1)][1]  # of more bytes than it had then: with the last ones
+
+    def no_earlier_than(self, other: Departures | None) -> Departures | None:
+        """What has left by both of two steps, one of which may have stood still somewhere; ``None``: other work."""
+        if other is None or other.after != self.after:
+            return None
+        both = {key: slots for key, slots in self.over.items() if len(other.over.get(key, ())) == len(slots)}
+        return Departures(
+            self.after,
+            {
+                key: tuple((mine[0], max(mine[1], its[1])) for mine, its in zip(slots, other.over[key], strict=True))
+                for key, slots in both.items()
+            },
+        )
+
+
+def departures_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link: Link) -> Departures:
+    """When copies out are over that run one after the other, each after its forward, and take a tenth longer than the
+    link's rate says.
+
+    Args:
+        work: forwards and backwards in the order of the compute stream.
+        parcels: the slots of each forward. link: the link's rates.
+    """
+    begins = list(itertools.accumulate((item.ms for item in work), initial=0.0))
+    rate = min(link.out, link.out_duplex) / _SLOWER_OUT
+    ends = 0.0
+    over: dict[Key, tuple[tuple[int, int], ...]] = {}
+    for number, item in enumerate(work):
+        sizes = [parcel.nbytes for parcel in parcels.get(item.key, ()) if parcel.goes and parcel.nbytes]
+        if item.backward or not sizes:
+            continue
+        ends = max(ends, begins[number + 1])
+        slots = []
+        for nbytes in itertools.accumulate(sizes):
+            slots.append((nbytes, bisect.bisect_left(begins, ends + nbytes / rate)))
+        ends += sum(sizes) / rate
+        over[item.key] = tuple(slots)
+    return Departures({item.key: number + 1 for number, item in enumerate(work) if not item.backward}, over)
+
+
 class _Trip:
     """One slot's way out and back."""
 
-    __slots__ = ("back_done", "left_back", "left_out", "nbytes", "out_done", "queued", "ready", "recalled")
+    __slots__ = (
+        "back_done",
+        "held",
+        "left_back",
+        "left_out",
+        "nbytes",
+        "out_done",
+        "place",
+        "queued",
+        "ready",
+        "recalled",
+    )
 
-    def __init__(self, nbytes: int, ready: float) -> None:
+    def __init__(self, nbytes: int, ready: float, place: float | None) -> None:
         self.nbytes = nbytes
         self.ready = ready
+        self.place = (
+            place  # the number of the work with whose begin its memory is let go of; None: when its copy is over
+        )
+        self.held = True  # until then, or until there is no room
         self.left_out = self.left_back = float(nbytes)
         self.out_done = self.back_done = math.inf
         self.queued = self.recalled = False
+
+    def is_here(self, time: float) -> bool:
+        """Whether its memory has not been let go of."""
+        return self.out_done > time if self.place is None else self.held
 
 
 class _Links:
@@ -201,24 +283,35 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
     begun: list[_Trip] = []
     backwards = [item.key for item in work if item.backward]
     pace = pace_of(work, parcels, link) if bounds.paced else None
+    departures = departures_of(work, parcels, link) if bounds.paced else None
     done_backwards = 0
-    for item in work:
+    for number, item in enumerate(work):
         slots = parcels.get(item.key, ())
         kept = sum(slot.nbytes for slot in slots if not slot.goes)
         if not item.backward:
             time += item.ms
             links.advance(time)
-            trips[item.key] = [_Trip(slot.nbytes, time) for slot in slots if slot.goes and slot.nbytes]
+            sizes = [slot.nbytes for slot in slots if slot.goes and slot.nbytes]
+            ends = itertools.accumulate(sizes)
+            trips[item.key] = [
+                _Trip(nbytes, time, None if departures is None else departures.place(item.key, end))
+                for nbytes, end in zip(sizes, ends, strict=True)
+            ]
             links.out.extend(trips[item.key])
             begun += trips[item.key]
             in_flight.extend(trips[item.key])
             host += sum(trip.nbytes for trip in trips[item.key])
             host_peak = max(host_peak, host)
             resident += kept
-            in_flight = collections.deque(trip for trip in in_flight if trip.out_done > time)
+            in_flight = collections.deque(trip for trip in in_flight if trip.is_here(time))
             peak = max(peak, resident + sum(trip.nbytes for trip in in_flight))
-            while len(in_flight) > 1 and sum(trip.nbytes for trip in in_flight) > bounds.out:
-                until = max(time, links.finish(in_flight.popleft(), back=False))
+            while in_flight:
+                trip = in_flight[0]
+                gone = trip.place is not None and trip.place <= number + 1
+                if not gone and (len(in_flight) == 1 or sum(trip.nbytes for trip in in_flight) <= bounds.out):
+                    break
+                in_flight.popleft().held = False
+                until = max(time, links.finish(trip, back=False))
                 waiting, time = waiting + until - time, until
             links.advance(time)
             continue
@@ -234,7 +327,7 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
         until = max([time, *(links.finish(trip, back=True) for trip in mine)])
         waiting, time = waiting + until - time, until
         back = sum(trip.nbytes for each in (mine, *following) for trip in each if trip.queued)
-        leaving = sum(trip.nbytes for trip in in_flight if trip.out_done > time and not trip.queued)
+        leaving = sum(trip.nbytes for trip in in_flight if trip.is_here(time) and not trip.queued)
         peak = max(peak, resident + back + leaving)
         time += item.ms
         links.advance(time)
@@ -255,7 +348,7 @@ def _queue(links: _Links, groups: Sequence[Sequence[_Trip]], time: float, room: 
         for trip in reversed(group):
             if trip.queued:
                 continue
-            if recall and trip.out_done > time:
+            if recall and trip.is_here(time):
                 trip.queued = trip.recalled = True
                 trip.back_done = time
                 continue

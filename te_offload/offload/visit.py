@@ -88,6 +88,7 @@ class LayerVisit(SlotObserver):
         self.aborted = False
         self.number = len(engine.visits)
         self.ahead = 0  # bytes that are back before the backward has come here
+        self.sent = 0  # bytes that have begun to leave
         self.began: Mark | None = None
         self.ended: Mark | None = None
         self.needed: Mark | None = None
@@ -363,7 +364,7 @@ class LayerVisit(SlotObserver):
         self._forget()
         before = len(mover.counts.throttles)
         if self._takes:
-            mover.settle()
+            mover.settle(self.key)
         self.waits_after = before, len(mover.counts.throttles)
 
     def _owned_storages(self) -> frozenset[int]:
@@ -392,6 +393,9 @@ class LayerVisit(SlotObserver):
             self._watch(cargo, going)
             if self._engine.verifier is not None:
                 self._engine.verifier.note(cargo, self.forward)
+            self.sent += cargo.copied
+            if mover.departures is not None:
+                cargo.over_at = mover.departures.place(self.key, self.sent)
             whole = len(going) == len(load.handles)
             mover.send_out(cargo, [*load.tensors] if whole else [one for handle in going for one in handle.held])
             self.cargos.append(cargo)

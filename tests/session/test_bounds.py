@@ -17,7 +17,7 @@ from te_offload.offload.mover import Mover
 from te_offload.offload.record import StepRecord
 from te_offload.offload.returns import Returns
 from te_offload.offload.states import ON_HOST, RELEASED, RETURNED, RETURNING
-from te_offload.offload.timeline import Bounds
+from te_offload.offload.timeline import Bounds, Key
 from te_offload.offload.visit import LayerVisit
 from tests.session.test_captured_step import CheckedTransfer
 from tests.session.test_lifetime import SPLITS, Stack
@@ -92,8 +92,8 @@ def test_no_more_than_the_bound_waits_for_its_copy_out_but_one_slot(
     settled: list[int] = []
 
     class Watched(Mover):
-        def settle(self) -> None:
-            super().settle()
+        def settle(self, after: Key | None = None) -> None:
+            super().settle(after)
             assert self.in_flight == sum(cargo.copied for cargo in self._leaving)
             assert _within(self.in_flight, bound, list(self._leaving))
             settled.append(self.in_flight)

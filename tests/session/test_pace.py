@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import random
-
 import pytest
-import torch
 
-from te_offload import OffloadSession, Plan, PlannedSlot, StepRecord
+from te_offload import StepRecord
 from te_offload.offload import engine as engine_module
-from te_offload.offload import session as session_module
-from te_offload.offload.decide import Rules
 from te_offload.offload.engine import TIMED_FIRST
 from te_offload.offload.record import BACKWARD_BEGINS
 from te_offload.offload.returns import Returns
 from te_offload.offload.transfer import Mark
-from tests.support.simulated_device import SimulatedDevice, WorkingOp, stack
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.simulated_steps import Training, engine_on
 
 LAYERS = 8
 SLOTS = (12_800, 8_800, 8_800)  # bytes: of 30.4 ms on the link each way
@@ -25,11 +19,8 @@ LAYER = sum(SLOTS)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
-    found = SimulatedDevice(lockstep=True)
-    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: found)
-    monkeypatch.setattr(session_module, "Rules", functools.partial(Rules, together=0))
-    return found
+def device() -> SimulatedDevice:
+    return SimulatedDevice(lockstep=True)
 
 
 def _run(
@@ -42,37 +33,13 @@ def _run(
     varies: float = 0.0,
     bound: int = 1 << 20,
 ) -> tuple[float, StepRecord]:
-    """Milliseconds of the last of some steps in which so many layers go, from the first on, and its record.
-
-    ``varies``: how far the times of ops move from step to step, the deviation of their logarithm.
-    """
-    model = stack(device, LAYERS, SLOTS, *times)
-    ops = [(op, op.forward_ms, op.backward_ms) for op in model.modules() if isinstance(op, WorkingOp)]
-    draw = random.Random(0)
-
-    def step(session: OffloadSession) -> float:
-        for op, forward_ms, backward_ms in ops:
-            op.forward_ms = forward_ms * draw.lognormvariate(0.0, varies)
-            op.backward_ms = backward_ms * draw.lognormvariate(0.0, varies)
-        began = device.compute
-        with session.step():
-            model(torch.zeros(1, requires_grad=True)).backward()
-        return device.compute - began
-
-    with OffloadSession(list(model), min_bytes=0, max_in_flight=1 << 20) as session:
-        step(session)
-        names = [row.name for row in session.records[-1].slots]
-    goes = itertools.chain.from_iterable([layer < going] * len(SLOTS) for layer in range(LAYERS))
-    plan = Plan(tuple(PlannedSlot(name, 0, 0, one) for name, one in zip(names, goes, strict=True)))
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        OffloadSession(list(model), min_bytes=0, max_in_flight=bound, plan=plan) as session,
-    ):
-        if not paced:
-            patch.setattr(engine_module, "pace_for", lambda _: None)
-        for _ in range(steps):
-            ms = step(session)
-        record = session.records[-1]
+    """Milliseconds of the last of some steps in which so many layers go, from the first on, and its record."""
+    with engine_on(device, paced=paced):
+        training = Training(device, LAYERS, SLOTS, *times, varies=varies)
+        with training.session(max_in_flight=bound, plan=training.plan(going)) as session:
+            for _ in range(steps):
+                ms = training.step(session)
+            record = session.records[-1]
     assert record.bytes_out == going * LAYER
     return ms, record
 

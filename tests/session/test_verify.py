@@ -17,6 +17,7 @@ from te_offload.offload import engine as engine_module
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.mover import Mover
 from te_offload.offload.states import SlotState
+from te_offload.offload.timeline import Key
 from te_offload.offload.transfer import Mark
 from tests.session.test_bits import Layer
 from tests.session.test_lifetime import SPLITS, Stack
@@ -161,7 +162,7 @@ def test_without_verify_a_torn_copy_is_a_wrong_gradient(monkeypatch: pytest.Monk
 class ReloadsTooEarly(Mover):
     """MLM#7398 (1): the copy back does not wait for its own copy out."""
 
-    def settle(self) -> None:
+    def settle(self, after: Key | None = None) -> None:
         self.alive = [*getattr(self, "alive", []), *(cargo.sources for cargo in self._leaving)]
         while self._leaving:
             self._let_go(self._leaving.popleft())
@@ -177,7 +178,7 @@ class ReloadsTooEarly(Mover):
 class FreesTooEarly(Mover):
     """TU#1867 (3): the saved tensors are let go while the copy out still reads them, and their memory is used again."""
 
-    def settle(self) -> None:
+    def settle(self, after: Key | None = None) -> None:
         while self._leaving:
             cargo = self._leaving.popleft()
             for tensor in cargo.sources or []:

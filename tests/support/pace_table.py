@@ -1,38 +1,34 @@
-"""What the pace of copies back is worth, step by step, on a simulated device: times, waits and peaks with it and without.
+"""What it is worth to know by when copies are over, and when they must begin, step by step, on a simulated device.
 
     ./run tests.support.pace_table
 
-In: nothing. Out: a table. Keeps true: a row's two sides draw the same times; the numbers are the same on every machine.
+In: nothing. Out: tables. Keeps true: a row's two sides draw the same times; the numbers are the same on every machine.
 Does not: use a GPU.
 
+The first table has a host that is where the device is: what is offloaded comes back as early as there is room, or with the
+pace. The second has a host that is ahead of the device in a step: memory is let go of where the host sees that a copy out
+is over, or by what timed steps show.
+
 Slots of 12,800, 8,800 and 8,800 bytes a layer take 30.4 ms of the link each way; the first layers go, bounds in flight are
-measured; 40 steps, means of the last 30, and the highest peak of saved tensors in timed steps. `varies` is the deviation of
-the logarithm of each op's time from step to step. A second table is the timeline's: layers of 64 experts (slots of 128, 88
-and 88 MiB) with bounds of what a layer and a slot have, and a quarter more, and a link of an H200.
+measured; 40 steps, means of the last 30, and the highest peak of saved tensors in timed steps of those. `varies` is the
+deviation of the logarithm of each op's time from step to step. A third table is the timeline's: layers of 64 experts (slots
+of 128, 88 and 88 MiB) with bounds of what a layer and a slot have, and a quarter more, and a link of an H200.
 """
 
 from __future__ import annotations
 
-import functools
-import random
 import statistics
+from collections.abc import Iterator
 from typing import NamedTuple
 
-import pytest
-import torch
-
-from te_offload import OffloadSession, Plan, PlannedSlot
-from te_offload.offload import engine as engine_module
-from te_offload.offload import session as session_module
-from te_offload.offload.decide import Rules
 from te_offload.offload.timeline import Bounds, Forecast, Link, Parcel, Work, simulate
-from tests.support.simulated_device import SimulatedDevice, WorkingOp, stack
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.simulated_steps import ONE, Order, Training, engine_on
 
 SLOTS = (12_800, 8_800, 8_800)
 STEPS, SETTLED = 40, 10
-Order = tuple[tuple[str, int], ...]  # forwards and backwards of micro-batches
 ORDERS: dict[str, Order] = {
-    "one micro-batch": (("F", 0), ("B", 0)),
+    "one micro-batch": ONE,
     "four, one after the other": tuple((kind, number) for number in range(4) for kind in "FB"),
     "six, 1F1B": tuple(
         (name[0], int(name[1])) for name in ("F0", "F1", "F2", "B0", "F3", "B1", "F4", "B2", "F5", "B3", "B4", "B5")
@@ -72,47 +68,26 @@ class Found(NamedTuple):
     back: int
 
 
-def measure(shape: Shape, order: Order, varies: float, *, paced: bool) -> Found:
-    """Run the steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        device = SimulatedDevice(lockstep=True)
-        patch.setattr(engine_module, "make_transfer", lambda *_: device)
-        patch.setattr(session_module, "Rules", functools.partial(Rules, together=0))
-        if not paced:
-            patch.setattr(engine_module, "pace_for", lambda _: None)
-        model = stack(device, shape.layers, SLOTS, shape.forward_ms, shape.backward_ms)
-        ops = [(op, op.forward_ms, op.backward_ms) for op in model.modules() if isinstance(op, WorkingOp)]
-        draw = random.Random(1)
-
-        def step(session: OffloadSession) -> tuple[float, float]:
-            began, waited = device.compute, device.waited
-            outputs: dict[int, torch.Tensor] = {}
-            with session.step():
-                for kind, number in order:
-                    for op, forward_ms, backward_ms in ops:
-                        op.forward_ms = forward_ms * draw.lognormvariate(0.0, varies)
-                        op.backward_ms = backward_ms * draw.lognormvariate(0.0, varies)
-                    if kind == "F":
-                        outputs[number] = model(torch.zeros(1, requires_grad=True))
-                    else:
-                        outputs.pop(number).backward()
-            return device.compute - began, device.waited - waited
-
-        with OffloadSession(list(model), min_bytes=0) as session:
-            step(session)
-            rows = session.records[-1].slots
-        going = [f"layer{number}" for number in range(shape.going)]
-        plan = Plan(tuple(PlannedSlot(row.name, row.forward, 0, row.layer in going) for row in rows))
-        times, peaks, back = [], [], []
-        with OffloadSession(list(model), min_bytes=0, plan=plan) as session:
+def measure(
+    shape: Shape, order: Order, varies: float, *, ahead: bool = False, paced: bool = True, departs: bool = True
+) -> Found:
+    """Run the steps; ``ahead``: by a host that is ahead of the device."""
+    device = SimulatedDevice(lockstep=not ahead)
+    with engine_on(device, paced=paced, departs=departs):
+        times = shape.forward_ms, shape.backward_ms
+        training = Training(device, shape.layers, SLOTS, *times, varies=varies, seed=1)
+        ms, waits, peaks, back = [], [], [], []
+        with training.session(plan=training.plan(shape.going, order)) as session:
             for number in range(STEPS):
-                times.append(step(session))
+                waited = device.waited
+                ms.append(training.step(session, order))
+                waits.append(device.waited - waited)
                 record = session.records[-1]
                 back.append(record.bytes_back)
-                if record.timed and number > 2:
+                if record.timed and number > SETTLED:
                     peaks.append(record.peak_resident)
-    ms, waits = (statistics.mean(each) for each in zip(*times[SETTLED:], strict=True))
-    return Found(ms, waits, max(peaks), round(statistics.mean(back[SETTLED:])))
+    means = [statistics.mean(each[SETTLED:]) for each in (ms, waits, back)]
+    return Found(means[0], means[1], max(peaks), round(means[2]))
 
 
 def forecast(shape: Shape, *, stays: int | None = None, out: float = 1.0, back: float = 1.0, paced: bool) -> Forecast:
@@ -132,24 +107,31 @@ def forecast(shape: Shape, *, stays: int | None = None, out: float = 1.0, back: 
     return simulate(work, parcels, LINK, Bounds(out * least_out, back * least_back, recall=True, paced=paced))
 
 
-def main() -> None:
-    """Print the tables."""
-    print(
-        "| micro-batches | layers going | ms, forward, backward | varies | at once: step ms, waits | peak, back | ",
-        end="",
-    )
-    print("with the pace | peak, back |\n|---|---|---|---|---|---|---|---|")
+def _rows(ahead: bool) -> Iterator[str]:
+    """A table's: both sides, without what the module's first paragraph says, and with it."""
     for name, order in ORDERS.items():
         for shape in WHOLE if len(order) == 2 else PARTS:
             for varies in (0.0, 0.15, 0.4):
-                sides = [measure(shape, order, varies, paced=paced) for paced in (False, True)]
+                left_out = {"departs": False} if ahead else {"paced": False}
+                sides = [measure(shape, order, varies, ahead=ahead, **each) for each in (left_out, {})]
                 cells = [f"{one.ms:.1f}, {one.waits_ms:.1f} | {one.peak:,}, {one.back:,}" for one in sides]
                 times = f"{shape.forward_ms:g}, {shape.backward_ms:g}"
-                print(
-                    f"| {name} | {shape.going} of {shape.layers} | {times} | {varies} | {' | '.join(cells)} |",
-                    flush=True,
-                )
-    print("\n| by the timeline | ms, peak MiB | then ms, peak MiB |\n|---|---|---|")
+                yield f"| {name} | {shape.going} of {shape.layers} | {times} | {varies} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the tables."""
+    for ahead, titles in (
+        (False, ("at once", "with the pace")),
+        (True, ("where the host sees that copies are over", "by what timed steps show")),
+    ):
+        heads = [f"{title}: step ms, waits | peak, back" for title in titles]
+        print(f"| micro-batches | layers going | ms, forward, backward | varies | {' | '.join(heads)} |")
+        print("|---|---|---|---|---|---|---|---|")
+        for row in _rows(ahead):
+            print(row, flush=True)
+        print()
+    print("| by the timeline | ms, peak MiB | then ms, peak MiB |\n|---|---|---|")
     slow = Shape(8, 6, **SLOW)
     many, way = forecast(slow, out=4, back=4, paced=False), forecast(slow, out=4, paced=False)
     rows = [("6 of 8, both bounds four times; the one out alone", many, way)]

@@ -1,12 +1,14 @@
 """A device whose streams are clocks: how long a step takes by the engine's own decisions, on any machine.
 
-The host is infinitely quick, so that it never sees that a copy is over, or (``lockstep``) as quick as the compute stream.
+The host is infinitely quick, so that it sees that a copy is over only where it has waited (`SimulatedDevice.synchronize`),
+or (``lockstep``) as quick as the compute stream.
 Copies run one at a time each way, each after its marks, and move real bytes at once; the compute stream moves on by what
 layers say, and by waits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +30,7 @@ class Moment:
         self.device = device
 
     def is_over(self) -> bool:
-        return self.device.lockstep and self.ms <= self.device.compute
+        return self.ms <= (self.device.compute if self.device.lockstep else self.device.seen)
 
     def wait(self) -> None: ...
 
@@ -39,12 +41,18 @@ class SimulatedDevice(CpuTransfer):
     Attributes:
         compute, out, back: where its streams are, in milliseconds. waited: by the compute stream for copies.
         lockstep: whether the host is where the compute stream is. backs: when each copy back began.
+        seen: else, up to where the host has waited for it.
     """
 
     def __init__(self, *, lockstep: bool = False) -> None:
         self.lockstep = lockstep
+        self.seen = -math.inf
         self.backs: list[float] = []
         self.compute = self.out = self.back = self.waited = 0.0
+
+    def synchronize(self) -> None:
+        """The host waits for all that was queued."""
+        self.seen = self.compute = max(self.compute, self.out, self.back)
 
     def mark(self) -> Mark:
         return Moment(self.compute, self)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from te_offload.offload.timeline import Bounds, Link, Parcel, Work, pace_of, simulate
+from te_offload.offload.timeline import Bounds, Departures, Link, Parcel, Work, departures_of, pace_of, simulate
 
 RECORDS = Path(__file__).parents[2] / "docs/results/data/2026-11-23-h200-recall-records.json"
 SEEN: dict[str, Any] = json.loads(RECORDS.read_text())
@@ -200,3 +201,46 @@ def test_pace_costs_steps_that_a_card_took_no_time(row: dict[str, Any]) -> None:
     )
     assert paced.step_ms <= early.step_ms * 1.001
     assert paced.peak_bytes <= early.peak_bytes
+
+
+# Departures -----------------------------------------------------------------------------------------------------------
+
+
+def test_departures_tell_with_which_work_s_begin_copies_out_are_over_even_a_tenth_slower() -> None:
+    # work begins at 0, 2, 4, 6, 8, 12, 16 and 20; layer0's bytes are there at 2 and take 0.22 ms each at the slower rate
+    work, parcels = stack(4, 2.0, 4.0), {("layer0", 0): [Parcel(9, True), Parcel(50, False), Parcel(11, True)]}
+    found = departures_of(work, parcels, LINK)
+    assert dict(found.after) == {("layer0", 0): 1, ("layer1", 0): 2, ("layer2", 0): 3, ("layer3", 0): 4}
+    assert dict(found.over) == {("layer0", 0): ((9, 2), (20, 4))}  # at 3.98 and 6.4
+    assert [found.place(("layer0", 0), nbytes) for nbytes in (1, 9, 10, 20, 25)] == [2, 2, 4, 4, 4]
+    assert found.place(("layer1", 0), 1) == math.inf
+
+
+def test_departures_queue_up_and_end_with_the_step() -> None:
+    # layer0: 2 to 8.6; layer1, there at 4: to 15.2; layer2 to 37.2, after all work has begun and ended
+    found = departures_of(stack(4, 2.0, 4.0), slots(30, 30, 100, 0), LINK)
+    assert dict(found.over) == {("layer0", 0): ((30, 5),), ("layer1", 0): ((30, 6),), ("layer2", 0): ((100, 9),)}
+    later = departures_of(stack(4, 2.0, 4.0), slots(0, 0, 10, 0), LINK)  # no queue before it: from 6 to 8.2
+    assert dict(later.over) == {("layer2", 0): ((10, 5),)}
+
+
+def test_departures_of_two_steps_are_the_later_ones_of_what_both_sent() -> None:
+    usual, stalled = stack(4, 2.0, 4.0), stack(4, 2.0, 4.0)
+    stalled[1] = Work(stalled[1].key, False, 400.0)
+    one = departures_of(usual, slots(30, 30, 0, 0), LINK)
+    other = departures_of(stalled, slots(30, 0, 0, 0), LINK)
+    assert (one.over["layer0", 0], other.over["layer0", 0]) == (((30, 5),), ((30, 2),))
+    expected = Departures(one.after, {("layer0", 0): ((30, 5),)})
+    assert one.no_earlier_than(other) == other.no_earlier_than(one) == expected
+    assert one.no_earlier_than(None) is None
+    assert one.no_earlier_than(departures_of(stack(5, 2.0, 4.0), slots(30), LINK)) is None
+
+
+def test_what_has_not_left_for_certain_by_the_last_forward_is_read_where_it_is() -> None:
+    # layer2's 20 bytes are there at 6 and out at 8, where the backward begins, or a tenth slower, at 8.2
+    link = Link(out=10.0, back=0.5, out_duplex=10.0, back_duplex=0.5)
+    work, parcels = stack(4, 2.0, 4.0), slots(0, 0, 20, 0)
+    found = simulate(work, parcels, link, Bounds(recall=True, paced=True))
+    assert (found.step_ms, found.waiting_ms, found.peak_bytes) == (24.0, 0.0, 20)
+    by_a_host_that_sees_it = simulate(work, parcels, link, Bounds(recall=True))
+    assert by_a_host_that_sees_it.waiting_ms == pytest.approx(36.0)  # from 8 to 48 on its way back, and needed at 12
