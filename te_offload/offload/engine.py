@@ -318,21 +318,29 @@ class Engine:
         to be needed (the latter: the last two), once the device has passed it. The first steps do not show it: in them host
         memory is page-locked, and what takes long needs few bytes in flight.
         """
-        if not any(step.timed and step.index > self._adapted_to for step in self._finished):
+        records = self._timed_since(self._adapted_to)
+        if not records:
             return
-        record = self.latest_timed_record()
-        if record is None or record.index <= self._adapted_to:
-            return
-        self._adapted_to = record.index
-        if record.raised:
-            return
-        pace = pace_for(record)
-        if pace is not None:
-            self.returns.pace, self._last_pace = pace.no_later_than(self._last_pace), pace
-        departures = departures_for(record)
-        if departures is not None:
-            self.mover.departures = departures.no_earlier_than(self._last_departures)
-            self._last_departures = departures
-        bounds = bounds_for(record) if self.adapts else None
+        self._adapted_to = records[-1].index
+        for record in records[-2:]:  # a host that is ahead sees the first of them all at once
+            if record.raised:
+                continue
+            pace, departures = pace_for(record), departures_for(record)
+            if pace is not None and departures is not None:
+                self.returns.pace, self._last_pace = pace.no_later_than(self._last_pace), pace
+                self.mover.departures = departures.no_earlier_than(self._last_departures)
+                self._last_departures = departures
+        bounds = bounds_for(records[-1]) if self.adapts and not records[-1].raised else None
         if bounds is not None:
             self.mover.max_in_flight, self.returns.max_ahead = int(bounds.out), int(bounds.back)
+
+    def _timed_since(self, index: int) -> list[StepRecord]:
+        """The records of timed steps after one that the device has passed already, oldest first."""
+        found = [self._last_timed] if self._last_timed is not None and self._last_timed.index > index else []
+        for position, step in enumerate(self._finished):
+            if step.timed and step.index > index:
+                if isinstance(step, FinishedStep) and step.is_over():
+                    step = self._finished[position] = resolve(step, self.mover.transfer)
+                if isinstance(step, StepRecord):
+                    found.append(step)
+        return found

@@ -96,6 +96,20 @@ def test_nothing_is_let_go_of_by_times_where_there_is_no_second_step_of_the_same
                 assert session._engine is not None and session._engine.mover.departures is None
 
 
+def test_a_host_that_waits_for_the_device_after_many_steps_alone_knows_by_then() -> None:
+    device = SimulatedDevice()
+    with engine_on(device):
+        training = Training(device, LAYERS, SLOTS, 40.0, 80.0)
+        with training.session(plan=training.plan(1)) as session:
+            for _ in range(TIMED_FIRST):
+                training.step(session, waits=False)
+            back = []
+            for _ in range(2):
+                training.step(session)
+                back.append(session.records[-1].bytes_back)
+    assert back == [LAYER, LAYER]
+
+
 def test_in_a_graph_nothing_is_let_go_of_by_the_times_of_steps_that_were_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph may be quicker than those, and would wait for copies each time that it is replayed."""
     device = SimulatedDevice()

@@ -74,9 +74,10 @@ class Training:
         """Of all layers, with no least bytes."""
         return OffloadSession(list(self.model), min_bytes=0, **arguments)
 
-    def step(self, session: OffloadSession, order: Order = ONE) -> float:
-        """One step, after the host has seen the end of the one before; its milliseconds."""
-        self.device.synchronize()
+    def step(self, session: OffloadSession, order: Order = ONE, *, waits: bool = True) -> float:
+        """One step; its milliseconds. ``waits``: the host does, before, for the end of the one before."""
+        if waits:
+            self.device.synchronize()
         began = self.device.compute
         outputs: dict[int, torch.Tensor] = {}
         with session.step():
