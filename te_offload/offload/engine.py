@@ -319,7 +319,7 @@ class Engine:
         memory is page-locked, and what takes long needs few bytes in flight.
         """
         records = self._timed_since(self._adapted_to)
-        if not records:
+        if not records or not self.returns.looks_ahead:  # who begins copies by hand says when
             return
         self._adapted_to = records[-1].index
         for record in records[-2:]:  # a host that is ahead sees the first of them all at once

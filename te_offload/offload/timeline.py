@@ -190,24 +190,14 @@ class _Trip:
     """One slot's way out and back."""
 
     __slots__ = (
-        "back_done",
-        "held",
-        "left_back",
-        "left_out",
-        "nbytes",
-        "out_done",
-        "place",
-        "queued",
-        "ready",
-        "recalled",
+        *("back_done", "held", "left_back", "left_out", "nbytes"),
+        *("out_done", "place", "queued", "ready", "recalled"),
     )
 
     def __init__(self, nbytes: int, ready: float, place: float | None) -> None:
         self.nbytes = nbytes
         self.ready = ready
-        self.place = (
-            place  # the number of the work with whose begin its memory is let go of; None: when its copy is over
-        )
+        self.place = place  # the number of the work where its memory is let go of; None: when its copy is over
         self.held = True  # until then, or until there is no room
         self.left_out = self.left_back = float(nbytes)
         self.out_done = self.back_done = math.inf

@@ -15,6 +15,7 @@ from te_offload import Fate, Outcome, Reason
 from te_offload.errors import ArgumentError, ConflictError, StateError
 from te_offload.offload import engine as engine_module
 from te_offload.offload.dropin import MIN_BYTES, OffloadContext
+from te_offload.offload.timeline import Departures
 from tests.support.late_copies import LateTransfer
 from tests.support.mlp import make_inputs, make_mlp
 
@@ -155,6 +156,32 @@ def test_manual_controller_starts_every_copy(monkeypatch: pytest.MonkeyPatch) ->
     assert all(row.outcome is not Outcome.UNREAD for row in record.slots)
     with pytest.raises(ArgumentError, match=r"Layer 7 has not run in this round; \[0, 1, 2, 3\] have"):
         controller.start_offload_layer(7)
+
+
+def test_manual_controller_alone_says_when_memory_is_given_up_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where timed steps show that copies are over at once."""
+    keys = [(f"layer{number}", 0) for number in range(4)]
+    at_once = Departures(dict.fromkeys(keys, 1), dict.fromkeys(keys, ((1, 0),)))
+    monkeypatch.setattr(engine_module, "departures_for", lambda _: at_once)
+    monkeypatch.setattr(engine_module, "make_transfer", lambda *_: LateTransfer())
+    context, sync, controller = te_offload.get_cpu_offload_context(
+        enabled=True, model_layers=4, manual_synchronization=True
+    )
+    model = Layers()
+    for _ in range(5):
+        y = torch.randn(ROWS, WIDTH, requires_grad=True)
+        for layer in model.layers:
+            with context:
+                y = layer(y)
+            y = sync(y)
+        engine = context._engine
+        assert engine is not None and engine.mover.in_flight == 0
+        for number in range(4):  # not behind its forward, where timed steps have it
+            controller.start_offload_layer(number)
+            began = [cargo.copied for visit in engine.visits[: number + 1] for cargo in visit.cargos]
+            assert engine.mover.in_flight == sum(began) > 0
+        y.square().sum().backward()
+    assert len(context.records) > 2 and all(record.bytes_out for record in context.records)
 
 
 def test_manual_without_a_call_offloads_nothing() -> None:
