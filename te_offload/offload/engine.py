@@ -20,6 +20,7 @@ from te_offload.offload.forecast import bounds_for, departures_for, pace_for
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.measure import FinishedStep, resolve
 from te_offload.offload.mover import Counts, Mover
+from te_offload.offload.plan import Plan
 from te_offload.offload.record import StepRecord
 from te_offload.offload.returns import Returns
 from te_offload.offload.timeline import Departures, Pace
@@ -33,6 +34,7 @@ GROWTH_STEPS = 3  # steps with something to offload, in which host memory may be
 FIRST_BOUND = 256 << 20  # bytes in flight each way until something was measured
 TIMED_FIRST = 8  # steps that are timed, and
 TIMED_EVERY = 16  # from then on one in so many
+_TIMED_AGAIN = 4  # steps that are timed after another plan was made: two that it takes, and a host that is ahead by two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +113,8 @@ class Engine:
         self._adapted_to = -1  # the step whose record the bounds are from
         self._last_pace: Pace | None = None  # by that record alone, and
         self._last_departures: Departures | None = None
+        self._timed_plan: Plan | None = None  # what they are times of
+        self._timed_until = TIMED_FIRST  # steps, all of them
         self._reserve = host.reserve
         self._growth_steps = growth_steps
         self.warm_steps = 0
@@ -141,8 +145,10 @@ class Engine:
             self.pool.reserve(self._reserve)
             self._reserve = 0
         self._adapt()
+        if self.rules.plan is not self._timed_plan:
+            self._forget_times()
         transfer = self.mover.transfer
-        transfer.timed = self.times_next or self.steps < TIMED_FIRST or self.steps % TIMED_EVERY == 0
+        transfer.timed = self.times_next or self.steps < self._timed_until or self.steps % TIMED_EVERY == 0
         self.times_next = False
         self._begin()
 
@@ -333,6 +339,14 @@ class Engine:
         bounds = bounds_for(records[-1]) if self.adapts and not records[-1].raised else None
         if bounds is not None:
             self.mover.max_in_flight, self.returns.max_ahead = int(bounds.out), int(bounds.back)
+
+    def _forget_times(self) -> None:
+        """Another plan: what did not go has no times. The next steps are timed until there are some."""
+        self._timed_plan = self.rules.plan
+        self.returns.pace = self._last_pace = None
+        self.mover.departures = self._last_departures = None
+        self._adapted_to = self.steps - 1  # of the plan before
+        self._timed_until = max(self._timed_until, self.steps + _TIMED_AGAIN)
 
     def _timed_since(self, index: int) -> list[StepRecord]:
         """The records of timed steps after one that the device has passed already, oldest first."""

@@ -215,9 +215,9 @@ class OffloadSession:
     def records(self) -> tuple[StepRecord, ...]:
         """The records of the last steps, oldest first; at most the last 4. Waits for the device to pass their end.
 
-        Times are taken in the first eight steps and in one step in sixteen after them; other records have none. Nor do they
-        have rows of forwards from which nothing went the last time, unless their input has another shape now, or their ops
-        other arguments; a step in which there were no others has no record.
+        Times are taken in the first eight steps, in four after a new plan, and in one in sixteen of the others; other
+        records have none. Nor do they have rows of forwards from which nothing went the last time, unless their input has
+        another shape now, or their ops other arguments; a step in which there were no others has no record.
         """
         return self._engine.records() if self._engine is not None else ()
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 Key = tuple[str, int]  # layer, and number of its forward in the step
 _SLOWER = 1.5  # than measured a copy back may be, and still end in time
 _SLOWER_OUT = 1.1  # than measured a copy out may be, and still nobody waits for it
+_MORE = 1.25  # times the bytes that a forward had, and its times still say something
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,14 @@ class Departures:
     over: Mapping[Key, Sequence[tuple[int, int]]]
 
     def place(self, key: Key, nbytes: int) -> float:
-        """The number of the work with whose begin the first bytes of a forward have left; none, if it did not send any."""
+        """The number of the work with whose begin the first bytes of a forward have left; none, if it did not send any, or
+        not nearly as many.
+        """
         slots = self.over.get(key)
-        if not slots:
+        if not slots or nbytes > _MORE * slots[-1][0]:
             return math.inf
         found = bisect.bisect_left(slots, nbytes, key=lambda slot: slot[0])
-        return slots[min(found, len(slots) - 1)][1]  # of more bytes than it had then: with the last ones
+        return slots[min(found, len(slots) - 1)][1]  # of a few more bytes than it had then: with the last ones
 
     def no_earlier_than(self, other: Departures | None) -> Departures | None:
         """What has left by both of two steps, one of which may have stood still somewhere; ``None``: other work."""

@@ -4,9 +4,11 @@ host does not see that a copy out is over, and all that it let go of only where 
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from te_offload import OffloadSession, StepRecord
+from te_offload import OffloadSession, Plan, StepRecord
 from te_offload.offload.engine import TIMED_FIRST
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.simulated_steps import ONE, Order, Training, engine_on
@@ -108,6 +110,32 @@ def test_a_host_that_waits_for_the_device_after_many_steps_alone_knows_by_then()
                 training.step(session)
                 back.append(session.records[-1].bytes_back)
     assert back == [LAYER, LAYER]
+
+
+@pytest.mark.parametrize("lockstep", [False, True], ids=["a host that is ahead", "a host that is not"])
+def test_nobody_waits_for_another_plan_by_the_times_of_the_one_before(lockstep: bool) -> None:
+    """What did not go before was neither seen to leave nor to come back."""
+    device = SimulatedDevice(lockstep=lockstep)
+    with engine_on(device):
+        training = Training(device, LAYERS, SLOTS, 40.0, 80.0)
+        first = training.plan(2)
+        slots = training.plan(4).slots
+        goes = [one.goes and not before.goes for one, before in zip(slots, first.slots, strict=True)]
+        second = Plan(tuple(dataclasses.replace(slot, goes=on) for slot, on in zip(slots, goes, strict=True)))
+        with training.session(plan=first) as session:
+            for _ in range(TIMED_FIRST + 2):
+                training.step(session)
+            assert not session.records[-1].timed
+            waited = device.waited  # in the first steps
+            session._planner.plan = second  # of the third and fourth layer, in the place of the first two
+            found = [training.step(session)]
+            assert session._engine is not None and session._engine.mover.departures is None
+            found += [training.step(session) for _ in range(4)]
+            timed = [record.timed for record in session.records]
+            back = session.records[-1].bytes_back
+    assert found == [pytest.approx(LAYERS * 120.0)] * 5 and device.waited == waited
+    assert timed == [True, True, True, False]
+    assert back == 2 * LAYER  # by its own times, let go of and brought back
 
 
 def test_in_a_graph_nothing_is_let_go_of_by_the_times_of_steps_that_were_none(monkeypatch: pytest.MonkeyPatch) -> None:

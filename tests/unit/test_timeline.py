@@ -213,7 +213,7 @@ def test_departures_tell_with_which_work_s_begin_copies_out_are_over_even_a_tent
     assert dict(found.after) == {("layer0", 0): 1, ("layer1", 0): 2, ("layer2", 0): 3, ("layer3", 0): 4}
     assert dict(found.over) == {("layer0", 0): ((9, 2), (20, 4))}  # at 3.98 and 6.4
     assert [found.place(("layer0", 0), nbytes) for nbytes in (1, 9, 10, 20, 25)] == [2, 2, 4, 4, 4]
-    assert found.place(("layer1", 0), 1) == math.inf
+    assert found.place(("layer0", 0), 26) == found.place(("layer1", 0), 1) == math.inf
 
 
 def test_departures_queue_up_and_end_with_the_step() -> None:
