@@ -72,11 +72,14 @@ def test_drift_in_a_step_without_times_has_the_next_one_timed_and_planned_from()
             with session.step():
                 run(model, SPLITS)
         plan = session.plan
-        for number in range(3):  # drift is seen after the first one, times are taken in the second one
+        timed = []
+        for number in range(8):  # drift is seen after the first one, times are taken in the second one
             with session.step():
                 run(model, tuple(3 * size for size in SPLITS))
-            assert session.records[-1].timed == (number == 1)
+            timed.append(session.records[-1].timed)
             assert (session.plan is plan) == (number < 2)
+        # and in four of the new plan, and in the seventeenth step of all
+        assert timed == [False, True, *[True] * 4, (TIMED_FIRST + 2 + 6) % TIMED_EVERY == 0, False]
 
 
 def test_no_record_is_written_of_steps_that_save_what_the_plan_was_seen_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
