@@ -324,16 +324,19 @@ class Engine:
         to be needed (the latter: the last two), once the device has passed it. The first steps do not show it: in them host
         memory is page-locked, and what takes long needs few bytes in flight.
         """
+        if not self.returns.looks_ahead:  # who begins copies by hand says when
+            return
         records = self._timed_since(self._adapted_to)
-        if not records or not self.returns.looks_ahead:  # who begins copies by hand says when
+        if not records:
             return
         self._adapted_to = records[-1].index
         for record in records[-2:]:  # a host that is ahead sees the first of them all at once
             if record.raised:
                 continue
             pace, departures = pace_for(record), departures_for(record)
-            if pace is not None and departures is not None:
+            if pace is not None:
                 self.returns.pace, self._last_pace = pace.no_later_than(self._last_pace), pace
+            if departures is not None:
                 self.mover.departures = departures.no_earlier_than(self._last_departures)
                 self._last_departures = departures
         bounds = bounds_for(records[-1]) if self.adapts and not records[-1].raised else None
