@@ -1,12 +1,16 @@
 """One training step of a stack of grouped MLPs: without offloading, with ours, with Transformer Engine's own context.
 
     ./run benchmarks.offload [--shape 64] [--shape 8] [--fp8] [--activation srelu|swiglu] [--asks [tolist|numbers_on_host]]
-                             [--rounds 20] [--only TEXT] [--json FILE]
+                             [--fused] [--rounds 20] [--only TEXT] [--json FILE]
 
 All ways run in one process, interleaved, forwards and backwards through the list by turns (A B B A); each time is the
 median over the rounds, of the host's clock around a step that ends with a synchronization. Before that each has run the
 steps of which a session times every one, so that the rounds are as in a long run, in which it times one of 16. Gradients of
 every way are compared with the first one's, bit for bit, before anything is timed.
+
+With `--fused` our ops run fused, which plain te.ops do not on Hopper; contexts of others are around plain te.ops too. Bits
+are compared with those of the same ops without offloading, and the floor is that of fused layers. Without it all ways run
+Transformer Engine's own ops, so that engines are compared and nothing else.
 
 With `--asks` each layer first asks the GPU for its split sizes, in every way, as token dispatchers without a capacity do
 (by `tolist`; or past the copies, by `te_offload.numbers_on_host`): what an engine has queued on the link must not make the
@@ -47,9 +51,12 @@ SHAPES = {"64": (8, 64, 2048, 1408, 32768), "8": (6, 8, 4096, 14336, 16384)}
 TE = "Transformer Engine's context"
 
 
-def ways(layers: int) -> list[Way]:
-    """The rows of the table."""
+def ways(layers: int, *, fused: bool = False) -> list[Way]:
+    """The rows of the table. ``fused``: our ops run fused, and others' engines have rows with what they run without us."""
     some, most = layers - 2, layers - 1
+    tail = ", plain te.ops" if fused else ""
+    manager = Way(f"Megatron-core's manager, {most} of {layers}, its pinned pool{tail}", "megatron", most, plain=fused)
+    beside = [Way(f"{TE}, {most} of {layers}, retained, plain te.ops", "te", most, retain=True, plain=True), manager]
     return [
         Way("plain te.ops, no offload", plain=True),
         Way("our ops, no offload"),
@@ -57,15 +64,15 @@ def ways(layers: int) -> list[Way]:
         Way("te_offload, all layers", "te_offload", layers),
         Way(f"te_offload, {most} of {layers}", "te_offload", most),
         Way(f"{TE}, {most} of {layers}, retained buffers", "te", most, retain=True),
-        Way(f"Megatron-core's manager, {most} of {layers}, its pinned pool", "megatron", most),
+        *(beside if fused else [manager]),
         Way(f"te_offload, {most} of {layers}, max_in_flight 32 MiB", "te_offload", most, max_in_flight="32MiB"),
         Way(f"te_offload, {some} of {layers}", "te_offload", some),
         Way(f"te_offload, {some} of {layers}, max_in_flight 32 MiB", "te_offload", some, max_in_flight="32MiB"),
         Way(f"te_offload's get_cpu_offload_context, {some} of {layers}", "drop-in", some),
         Way(f"{TE}, {some} of {layers}, retained buffers", "te", some, retain=True),
-        Way(f"{TE}, {some} of {layers}, defaults", "te", some),
+        Way(f"{TE}, {some} of {layers}, defaults{tail}", "te", some, plain=fused),
         Way(f"{TE}, {some} of {layers}, retained, plain te.ops", "te", some, retain=True, plain=True),
-        Way(f"{TE} v1, {some} of {layers}", "te-v1", some),
+        Way(f"{TE} v1, {some} of {layers}{tail}", "te-v1", some, plain=fused),
         Way(f"te_offload, {some} of {layers}, act_input kept", "te_offload", some, keep_act=True),
         Way("te_offload, a plan for a tenth of the bytes", "te_offload", layers, fraction=0.1),
     ]
@@ -76,9 +83,9 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
     inputs = make_inputs(shape)
     rows: list[dict[str, Any]] = []
     variants: list[Variant] = []
-    reference: list[torch.Tensor] | None = None
+    references: dict[bool, list[torch.Tensor]] = {}  # by whether layers run fused, which has bits of its own
     beside: list[int] | None = None
-    for number, way in enumerate(ways(shape.layers)):
+    for number, way in enumerate(ways(shape.layers, fused=shape.fused)):
         if only is not None and number > 2 and only not in way.name:
             continue
         try:
@@ -89,7 +96,8 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
         for _ in range(TIMED_FIRST // 2):
             variant.step()
         grads = variant.gradients()
-        reference = reference or [grad.clone() for grad in grads]
+        fused = shape.fused and not way.plain
+        reference = references.get(fused) or references.setdefault(fused, [grad.clone() for grad in grads])
         same = all(torch.equal(one, other) for one, other in zip(reference, grads, strict=True))
         peaks = variant.peak_bytes()
         assert variant.session is None or variant.was_timed()  # other steps leave layers alone of which nothing goes
@@ -97,12 +105,12 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
         if variant.session is not None:
             looked = variant.session.records[-1]
             if beside is None:
-                beside = [peak - most for peak, most in zip(peaks, resident(looked), strict=True)]
-            rows[-1]["terms_bytes"] = terms(looked, beside)
+                beside = [peak - most for peak, most in zip(peaks, resident(looked, fused=fused), strict=True)]
+            rows[-1]["terms_bytes"] = terms(looked, beside, fused=fused)
         while variant.steps < TIMED_FIRST:
             variant.step()
         variants.append(variant)
-    del reference, grads
+    del references, reference, grads
     alone: list[tuple[float, float]] = []
     gc.collect()
     gc.disable()  # as Megatron-LM (--manual-gc) and torchtitan train: garbage is collected between steps
@@ -164,21 +172,23 @@ def cost_of_looking(without: list[float], with_session: list[float], timed: list
     return (share * medians[0] + (1 - share) * medians[1]) / statistics.median(without)
 
 
-def resident(record: StepRecord) -> list[int]:
+def resident(record: StepRecord, *, fused: bool = False) -> list[int]:
     """Most bytes of saved tensors on the device in each window of a step, as `Variant.peak_bytes` divides it."""
-    windows = [[0]]
+    windows, taken = [[0]], 0
     for moment in record.residency:
         if moment.label == "taken":
-            windows.append([])
+            if not fused or taken % 2 == 0:  # a fused layer's backward takes its two slots in one window
+                windows.append([])
+            taken += 1
         windows[-1].append(moment.nbytes)
         if moment.label.endswith(" saved"):
             windows.append([moment.nbytes])
     return [max(window) for window in windows]
 
 
-def terms(record: StepRecord, beside: list[int]) -> int:
+def terms(record: StepRecord, beside: list[int], *, fused: bool = False) -> int:
     """What the peak should be, from the saved tensors on the device and what each window needs ``beside`` them."""
-    return max(most + extra for most, extra in zip(resident(record), beside, strict=True))
+    return max(most + extra for most, extra in zip(resident(record, fused=fused), beside, strict=True))
 
 
 def vars_of(link: Link) -> dict[str, float]:
@@ -241,6 +251,7 @@ def main() -> None:
     parser.add_argument(
         "--asks", nargs="?", const="tolist", choices=tuple(ASKS), help="split sizes are asked for so before each layer"
     )
+    parser.add_argument("--fused", action="store_true", help="our ops run fused; with others' engines plain te.ops too")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", help="the first three ways, and those with this text in their name")
     parser.add_argument("--json", type=Path, help="write the results here too")
@@ -252,7 +263,7 @@ def main() -> None:
     results = []
     for name in arguments.shape or SHAPES:
         gated = arguments.activation == "swiglu"
-        shape = Shape(*SHAPES[name], fp8=arguments.fp8, gated=gated, asks=arguments.asks)
+        shape = Shape(*SHAPES[name], fp8=arguments.fp8, gated=gated, asks=arguments.asks, fused=arguments.fused)
         results.append(measure(shape, arguments.rounds, arguments.only))
         print("\n" + table(results[-1]), flush=True)
         gc.collect()

@@ -1,6 +1,6 @@
 """What plans say of a step, its time and its memory, beside the step that follows.
 
-    ./run benchmarks.plans [--shape 64] [--shape 8] [--fp8] [--fractions 0.1 0.3 1.0] [--rounds 10] [--json FILE]
+    ./run benchmarks.plans [--shape 64] [--shape 8] [--fp8] [--fused] [--fractions 0.1 0.3 1.0] [--rounds 10] [--json FILE]
 
 A session for each fraction of the bytes (of `OffloadSession`), beside none, all in one process, interleaved, forwards
 and backwards by turns. A plan is made once, in its session's first steps, and its forecast is of their times; the host may
@@ -112,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="64 or 8 experts; default: both")
     parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
+    parser.add_argument("--fused", action="store_true", help="layers run fused")
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="of the bytes that may go")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the results here too")
@@ -122,7 +123,8 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
     results = []
     for name in arguments.shape or SHAPES:
-        results.append(measure(Shape(*SHAPES[name], fp8=arguments.fp8), arguments.fractions, arguments.rounds))
+        shape = Shape(*SHAPES[name], fp8=arguments.fp8, fused=arguments.fused)
+        results.append(measure(shape, arguments.fractions, arguments.rounds))
         print("\n" + table(results[-1]), flush=True)
         gc.collect()
         torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import transformer_engine.pytorch as te
@@ -27,14 +28,13 @@ ASKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "tolist": lambda numbers: numbers.tolist(),
     "numbers_on_host": te_offload.numbers_on_host,
 }
-os.environ.setdefault(hopper.SWITCH, "0")  # the same ops in every variant: Transformer Engine's
 
 
 @dataclass(frozen=True)
 class Shape:
     """A stack of grouped MLPs: layers, experts, hidden and ffn width, tokens; bf16 or FP8 current scaling; squared ReLU, or
     SwiGLU if gated; how each layer asks the GPU for its split sizes first, one of `ASKS`, as token dispatchers without a
-    capacity do, if it does.
+    capacity do, if it does; whether our ops run fused.
     """
 
     layers: int
@@ -45,15 +45,16 @@ class Shape:
     fp8: bool
     gated: bool = False
     asks: str | None = None
+    fused: bool = False
 
     @property
     def title(self) -> str:
         """The shape in a line."""
         form = "FP8 current scaling" if self.fp8 else "bf16"
         size = f"hidden {self.hidden}, ffn {self.ffn}, {self.tokens} tokens"
-        rest = (", SwiGLU" if self.gated else "") + (
-            f", split sizes asked for before each layer ({self.asks})" if self.asks else ""
-        )
+        rest = (", SwiGLU" if self.gated else "") + (", our ops fused" if self.fused else "")
+        if self.asks:
+            rest += f", split sizes asked for before each layer ({self.asks})"
         return f"{self.layers} layers of {self.experts} experts, {size}, {form}{rest}"
 
 
@@ -150,9 +151,12 @@ def _v1(on: bool) -> Iterator[None]:
 
 
 class Variant:
-    """A way, ready to run."""
+    """A way, ready to run. Our ops do in its first step what the one made last was to do: run fused, or as Transformer
+    Engine's.
+    """
 
     def __init__(self, way: Way, shape: Shape, inputs: tuple[torch.Tensor, ...], first: Stack | None) -> None:
+        os.environ[hopper.SWITCH] = ("1" if DEVICE == "cuda" else "reference") if shape.fused else "0"
         self.way = way
         self.shape = shape
         self.inputs = inputs
@@ -164,7 +168,7 @@ class Variant:
         if way.engine == "te_offload":
             plan = None
             if way.going < shape.layers and way.fraction is None:
-                slots = ("0.fc1_input", "1.act_input", "2.fc2_input")
+                slots = ("0.fc1_input", "1.act_input", "2.fc2_input")[: 2 if shape.fused else 3]
                 plan = Plan(
                     tuple(
                         PlannedSlot(f"layer{layer}/{slot}", 0, 0, layer < way.going)
@@ -254,7 +258,7 @@ class Variant:
 
     def peak_bytes(self) -> list[int]:
         """Torch's peaks over one step, less what was there before it: in each layer's forward, from the last forward to the
-        first op's backward, and in each op's backward.
+        first op's backward, and in each op's backward (a fused layer's is one).
         """
         peaks: list[int] = []
         self.inputs[0].grad = None
@@ -274,12 +278,13 @@ class Variant:
 
         torch.cuda.reset_peak_memory_stats()
         self.model.border = border
-        ops: list[Any] = [op for layer in self.model.layers for op in layer]  # type: ignore[attr-defined]
-        for op in ops:
-            op.fuser_backward = bordered(op.fuser_backward)
-        self.step()
-        for op in ops:
-            del op.fuser_backward
+        fused = self.shape.fused and not self.way.plain
+        layers: list[Any] = list(self.model.layers)
+        ops: list[Any] = [hopper.HopperGroupedMLP] if fused else [op for layer in layers for op in layer]
+        with contextlib.ExitStack() as patches:
+            for op in ops:
+                patches.enter_context(mock.patch.object(op, "fuser_backward", bordered(op.fuser_backward)))
+            self.step()
         self.model.border = None
         border()
         torch.cuda.synchronize()

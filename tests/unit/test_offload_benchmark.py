@@ -59,6 +59,7 @@ def test_terms_take_the_worst_window_and_not_the_worst_of_each_term() -> None:
     assert offload.terms(record, [0, 3, 1, 8]) == 12
     with pytest.raises(ValueError, match="shorter"):
         offload.terms(record, [0, 3])
+    assert offload.resident(record, fused=True) == [5, 5, 9]  # both slots of a fused layer are taken in one window
 
 
 def _on_cpu(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
@@ -80,7 +81,7 @@ def test_the_whole_benchmark_runs_every_way_of_ours_and_fills_its_table(
     _on_cpu(monkeypatch, grouped=grouped)
     monkeypatch.setattr(offload, "time_link", lambda: Link(1e6, 1e6, 1e6, 1e6))
     monkeypatch.setattr(
-        offload, "ways", lambda layers: [way for way in ways(layers) if way.engine in (None, "te_offload")]
+        offload, "ways", lambda layers, **_: [way for way in ways(layers) if way.engine in (None, "te_offload")]
     )
     result = offload.measure(Shape(3, 2, 256, 512, 2048, fp8=False), 2, None)
     assert [row["name"] for row in result["rows"]] == [way.name for way in offload.ways(3)]
@@ -90,6 +91,33 @@ def test_the_whole_benchmark_runs_every_way_of_ours_and_fills_its_table(
     assert list(out.values()) == [0, 15, 10, 10, 5, 5, 3]  # of 1, 2 and 2 MiB a layer, as the grouped path saves them
     printed = offload.table(result)
     assert all(way.name in printed for way in offload.ways(3))
+
+
+def test_fused_layers_have_bits_and_windows_of_their_own_in_the_benchmark_and_others_engines_run_plain_ops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways = offload.ways
+    theirs = [way for way in ways(3, fused=True) if way.engine in ("te", "te-v1", "megatron")]
+    assert {way.name for way in theirs if not way.plain} == {
+        f"{offload.TE}, {number} of 3, retained buffers" for number in (1, 2)
+    }
+    _on_cpu(monkeypatch, grouped=True)
+    monkeypatch.setattr(offload, "time_link", lambda: Link(1e6, 1e6, 1e6, 1e6))
+    monkeypatch.setattr(
+        offload,
+        "ways",
+        lambda layers, **how: [way for way in ways(layers, **how) if way.engine in (None, "te_offload")],
+    )
+    result = offload.measure(Shape(3, 2, 256, 512, 2048, fp8=False, fused=True), 2, None)
+    assert all(row["same_bits"] for row in result["rows"])
+    windows = [len(row["peaks"]) for row in result["rows"]]
+    assert windows[0] == 3 + 1 + 3 * 3 and set(windows[1:]) == {
+        3 + 1 + 3
+    }  # forwards, the loss, backwards of ops or layers
+    out = {row["name"]: row["bytes_out"] >> 20 for row in result["rows"] if "floors_ms" in row}
+    assert out.pop("te_offload, a plan for a tenth of the bytes") > 0
+    assert list(out.values()) == [0, 9, 6, 6, 3, 3, 1]  # of 1 and 2 MiB a layer: FC2's input is rebuilt
+    assert "our ops fused" in offload.table(result)
 
 
 def test_benchmark_of_plans_has_a_row_for_each_fraction_and_its_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
