@@ -7,6 +7,7 @@ k experts, none is dropped; all operations have deterministic backwards. Does no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
@@ -63,7 +64,7 @@ class MoE(torch.nn.Module):
         super().__init__()
         self.config = config
         self.router = torch.nn.Linear(config.dim, config.experts, bias=False)
-        size = {"bias": False, "device": device, "dtype": dtype}
+        size: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.mlp = te.ops.Sequential(
             ops.GroupedLinear(
                 config.experts,

@@ -17,7 +17,7 @@ import transformer_engine.pytorch as te
 from te_offload.fused.calls import calls_of
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
-from te_offload.ops import row_check, te_adapter
+from te_offload.ops import GroupedLinear, row_check, te_adapter
 from te_offload.ops.slot_owner import declare_slots
 
 
@@ -36,6 +36,9 @@ class _DeclaresSlots:
             else extra
             for op, extra in zip(self.basic_ops, kwargs["basic_op_extra_inputs"], strict=True)
         ]
+        for op in self.basic_ops:
+            if isinstance(op, GroupedLinear):
+                op.say_if_kept("runs in Transformer Engine's fused op")
         with te_adapter.OffloadSwitch(on=False):
             result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
         te_adapter.drop_unread_rows(self.basic_ops, basic_op_ctxs, self.grouped_gemm_wgrad_kernel())  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """One forward and backward of the fused grouped MLP in a block-scaled format: what is quantized and multiplied when.
 
 In: kernels, the two linears inside ``te.autocast``, offsets, dense tensors. Out: dense tensors; a storage of columns to
-save. Keeps true: a tensor is quantized from its dense numbers, rows and columns at once where both are needed; of FC1's
-input the backward gets the columns alone, of FC2's none: it is rebuilt, to the same numbers. Does not: save, offload, or
-know of autograd.
+save. Keeps true: a tensor is quantized from its dense numbers, rows and columns at once where both are needed, but for
+weights whose op keeps no quantized copy: the dgrad makes its own; of FC1's input the backward gets the columns alone, of
+FC2's none: it is rebuilt, to the same numbers. Does not: save, offload, or know of autograd.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from te_offload.fused import parameters
+from te_offload.fused.fp8_pass import FC1, FC2
 from te_offload.fused.kernels.block_interface import BlockKernels, BlockNumbers, BlockWeights
 from te_offload.fused.kernels.interface import Counts, Orders
 from te_offload.ops import te_adapter
@@ -62,14 +63,14 @@ class BlockPass:
         backward: bool,
     ) -> None:
         self._kernels = kernels
-        self._fc1 = fc1
+        self._fc1, self._fc2 = fc1, fc2
         self._offsets1, self._offsets2 = offsets
         self._counts = counts
         self._router: torch.Tensor | None = router
         self._backward = backward
         self._scaling1, self._scaling2 = scalings
-        self._weights1 = _weights(kernels, "FC1's weights", fc1, self._scaling1.weight, backward=backward)
-        self._weights2 = _weights(kernels, "FC2's weights", fc2, self._scaling2.weight, backward=backward)
+        self._weights1 = _weights(kernels, FC1, fc1, self._scaling1.weight, backward=backward)
+        self._weights2 = _weights(kernels, FC2, fc2, self._scaling2.weight, backward=backward)
         self._rows: BlockNumbers | None = None  # of the next product
         self._columns: BlockNumbers | None = None  # of an output's gradient, for the next wgrad
         self._rebuilt: BlockNumbers | None = None
@@ -116,7 +117,9 @@ class BlockPass:
         """The gradients by the activation's input and by the router's scales. ``wgrad``: `fc2_wgrad` follows."""
         kernels, offsets = self._kernels, self._offsets2
         rows, self._columns = kernels.block_rows(dy, offsets, self._scaling2.grad_output, by_column=wgrad)
-        dact_input, dscales, self._orders = kernels.fc2_dgrad_blocks(rows, self._weights2, act_input, router, offsets)
+        weights = _turned(kernels, FC2, self._fc2, self._weights2, self._scaling2.weight)
+        dact_input, dscales, self._orders = kernels.fc2_dgrad_blocks(rows, weights, act_input, router, offsets)
+        del weights
         if self._offsets2 is not self._offsets1:
             kernels.clear(offsets, dact_input)
         self._weights2 = BlockWeights(None, None)
@@ -136,7 +139,9 @@ class BlockPass:
         kernels, offsets = self._kernels, self._offsets1
         self._rebuilt = self._columns = None
         rows, self._columns = kernels.block_dact_rows(dact_input, offsets, self._scaling1.grad_output, by_column=wgrad)
-        kernels.linear_blocks(rows, self._weights1.columns, out, offsets, count=self._orders.fc1_dgrad)
+        weights = _turned(kernels, FC1, self._fc1, self._weights1, self._scaling1.weight)
+        kernels.linear_blocks(rows, weights.columns, out, offsets, count=self._orders.fc1_dgrad)
+        del weights
         kernels.clear(offsets, out)
         self._weights1 = BlockWeights(None, None)
 
@@ -155,4 +160,12 @@ def _weights(kernels: BlockKernels, name: str, op: Any, scaling: BlockScaling, *
     if te_adapter.is_block_weight(parameters.first_weight(op)):
         weights = parameters.weight_parameters(op)
         return kernels.take_block_weights(name, *te_adapter.block_weights(weights, columns=backward))
-    return kernels.block_weights(kernels.prepare(name, parameters.weights(op)), scaling, by_column=backward)
+    by_column = backward and parameters.keeps_quantized_weight(op)
+    return kernels.block_weights(kernels.prepare(name, parameters.weights(op)), scaling, by_column=by_column)
+
+
+def _turned(kernels: BlockKernels, name: str, op: Any, weights: BlockWeights, scaling: BlockScaling) -> BlockWeights:
+    """As the dgrad reads them: kept from the forward, or made now."""
+    if weights.columns is not None:
+        return weights
+    return kernels.block_weight_columns(kernels.prepare(name, parameters.weights(op)), scaling)

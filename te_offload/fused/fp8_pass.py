@@ -1,8 +1,9 @@
 """One forward and backward of the fused grouped MLP in FP8, in the order in which things are quantized and multiplied.
 
 In: kernels, the two linears inside ``te.autocast``, offsets, dense tensors. Out: dense tensors; FP8 rows to save. Keeps
-true: each tensor is quantized once for forward and backward; the scale of what is rebuilt is the forward's; no
-activation is kept here. Does not: save, offload, or know of autograd.
+true: each tensor is quantized once for forward and backward, but for weights whose op keeps no quantized copy: the dgrad's
+is made by the dgrad; the scale of what is made again is the forward's; no activation is kept here. Does not: save, offload,
+or know of autograd.
 
 Transformer Engine sums up in FP8's accumulators in the forward, and in float32 in the backward (`_2X_ACC_FPROP` and others
 of transformer_engine/pytorch/module/base.py); so does this.
@@ -22,6 +23,7 @@ from te_offload.fused.kernels.interface import Counts, Orders
 from te_offload.ops import te_adapter
 from te_offload.ops.scaling import LinearScaling, Scaling
 
+FC1, FC2 = "FC1's weights", "FC2's weights"  # names of sets of weights
 _MULTIPLE = 16  # 8-bit numbers in TMA's 16 bytes
 
 
@@ -63,12 +65,13 @@ class Fp8Pass:
         backward: bool,
     ) -> None:
         self._kernels = kernels
+        self._fc1, self._fc2 = fc1, fc2
         self._offsets1, self._offsets2 = offsets
         self._counts = counts
         self._router: torch.Tensor | None = router
         self._scaling1, self._scaling2 = scalings
-        self._weights1 = _weights(kernels, "FC1's weights", fc1, self._scaling1.weight, backward=backward)
-        self._weights2 = _weights(kernels, "FC2's weights", fc2, self._scaling2.weight, backward=backward)
+        self._weights1 = _weights(kernels, FC1, fc1, self._scaling1.weight, backward=backward)
+        self._weights2 = _weights(kernels, FC2, fc2, self._scaling2.weight, backward=backward)
         self._x: QuantizedRows | None = None  # after the forward only its scales, as of the next
         self._hidden: QuantizedRows | None = None
         self._dy: QuantizedRows | None = None
@@ -148,9 +151,11 @@ class Fp8Pass:
         kernels, offsets = self._kernels, self._offsets2
         scaling = self._scaling2.grad_output
         self._dy = kernels.quantize(dy, offsets, scaling, weights=self._weights2.inverses, by_column=wgrad)
+        weights = _turned(kernels, FC2, self._fc2, self._weights2, self._scaling2.weight)
         dact_input, magnitudes, dscales, self._orders = kernels.fc2_dgrad_fp8(
-            self._dy, self._weights2, act_input, router, offsets, fast=False
+            self._dy, weights, act_input, router, offsets, fast=False
         )
+        del weights
         if self._offsets2 is not self._offsets1:
             kernels.clear(offsets, dact_input)
             kernels.clear(offsets, magnitudes)
@@ -188,7 +193,9 @@ class Fp8Pass:
             by_column=wgrad,
         )
         count = self._orders.fc1_dgrad
-        kernels.linear_fp8(self._dy, self._weights1.columns, out, offsets, fast=False, count=count)
+        weights = _turned(kernels, FC1, self._fc1, self._weights1, self._scaling1.weight)
+        kernels.linear_fp8(self._dy, weights.columns, out, offsets, fast=False, count=count)
+        del weights
         kernels.clear(offsets, out)
         self._magnitudes = None
         self._weights1 = dataclasses.replace(self._weights1, columns=None)
@@ -207,4 +214,12 @@ def _weights(kernels: Fp8Kernels, name: str, op: Any, scaling: Scaling, *, backw
     if te_adapter.is_fp8_weight(parameters.first_weight(op)):
         weights = parameters.weight_parameters(op)
         return kernels.take_weights(name, *te_adapter.fp8_weights(weights, columns=backward))
-    return kernels.quantize_weights(kernels.prepare(name, parameters.weights(op)), scaling, by_column=backward)
+    by_column = backward and parameters.keeps_quantized_weight(op)
+    return kernels.quantize_weights(kernels.prepare(name, parameters.weights(op)), scaling, by_column=by_column)
+
+
+def _turned(kernels: Fp8Kernels, name: str, op: Any, weights: QuantizedWeights, scaling: Scaling) -> QuantizedWeights:
+    """As the dgrad reads them: kept from the forward, or made now."""
+    if weights.columns is not None:
+        return weights
+    return kernels.weight_columns(kernels.prepare(name, parameters.weights(op)), weights, scaling)

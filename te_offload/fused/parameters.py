@@ -34,6 +34,11 @@ def dense_weight(op: Any) -> torch.Tensor | None:
     return weight if type(weight) in _PLAIN else None
 
 
+def keeps_quantized_weight(op: Any) -> bool:
+    """Whether the dgrad's copy of a weight that a forward quantizes stays until then; of a plain `te.ops` op it does."""
+    return bool(getattr(op, "keep_quantized_weight", True))
+
+
 def weight_parameters(op: Any) -> list[torch.nn.Parameter]:
     """The weights as they are registered; not by attribute, which takes the host a microsecond each."""
     return _of_each_expert(op, "weight", together=op.single_grouped_weight)

@@ -1,4 +1,4 @@
-"""`te.ops.GroupedLinear` with `no_offload_activation`: FC1 and FC2 of a grouped MLP.
+"""`te.ops.GroupedLinear` with `no_offload_activation` and `keep_quantized_weight`: FC1 and FC2 of a grouped MLP.
 
 In: what `te.ops.GroupedLinear` takes. Out: the same results; the op's input is its slot. Keeps true: on a GPU
 Transformer Engine's forward and backward run unchanged, on the CPU `arithmetic` computes between Transformer Engine's
@@ -9,28 +9,32 @@ Does not: offload, or read split sizes on the host where Transformer Engine does
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
 
-from te_offload.errors import ArgumentError, UnsupportedError
+from te_offload.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from te_offload.ops import arithmetic, row_check, split_sizes, te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 
 
 class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
-    """``te.ops.GroupedLinear`` plus ``no_offload_activation``: ``y_i = x_i @ w_i.T + b_i`` for each of N experts.
+    """``te.ops.GroupedLinear`` plus two keywords: ``y_i = x_i @ w_i.T + b_i`` for each of N experts.
 
     Args:
         num_groups: number of experts, N.
         in_features, out_features: H and F of each weight, (F, H).
         no_offload_activation: keep this op's input (``fc1_input`` or ``fc2_input`` in a grouped MLP) on the GPU.
+        keep_quantized_weight: where a step quantizes the weights, keep from the forward what the dgrad reads of them,
+            N x F x H bytes in FP8, as Transformer Engine does. ``False``: the dgrad makes it again, with the same bits,
+            from the weights and the forward's scales; in calls that run fused on Hopper, others keep it and warn once.
             The rest is as in ``te.ops.GroupedLinear``.
 
     Raises:
-        ArgumentTypeError: ``no_offload_activation`` is not a bool.
+        ArgumentTypeError: ``no_offload_activation`` or ``keep_quantized_weight`` is not a bool.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
@@ -41,10 +45,18 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         out_features: int,
         *,
         no_offload_activation: bool = False,
+        keep_quantized_weight: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(num_groups, in_features, out_features, **kwargs)
         self._init_slot_owner(no_offload_activation)
+        if not isinstance(keep_quantized_weight, bool):
+            raise ArgumentTypeError(
+                f"{type(self).__name__}: keep_quantized_weight must be True or False, but is {keep_quantized_weight!r} "
+                f"({type(keep_quantized_weight).__name__})."
+            )
+        self.keep_quantized_weight = keep_quantized_weight
+        self._said_that_it_keeps = False
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """For `Module.to` and its like, which may swap parameters: nobody else may hold one then."""
@@ -85,6 +97,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             if sizes is not extra_inputs[0]:
                 kwargs["basic_op_extra_inputs"] = [(sizes, *extra_inputs[1:])]
             recipe = basic_op_ctxs[0].te_offload_recipe = te_adapter.active_recipe()
+            self.say_if_kept("runs unfused")
             try:
                 with te_adapter.OffloadSwitch(on=False):
                     result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
@@ -114,6 +127,23 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             self._complain_of_shapes(recipe, sizes, error)
             raise
         return result
+
+    def say_if_kept(self, how: str) -> None:
+        """Warn, once, that a call keeps the quantized weights though it was not to.
+
+        Args:
+            how: the call runs.
+        """
+        if self.keep_quantized_weight or self._said_that_it_keeps or not te_adapter.quantization_enabled():
+            return
+        self._said_that_it_keeps = True
+        size = f"{self.num_groups} x {self.out_features} x {self.in_features}"
+        warnings.warn(
+            f"{type(self).__name__}: keep_quantized_weight=False, but a call {how}, which keeps the quantized copies of "
+            f"{size} weights from the forward to the backward. Only the fused op on Hopper makes them again "
+            "(te_offload.fused.explain says why it does not take a window).",
+            stacklevel=2,
+        )
 
     def _complain_of_shapes(self, recipe: Any, split_sizes: Any, error: RuntimeError) -> None:
         """Raise an `ArgumentError` from what Transformer Engine raised, if the recipe's format cannot hold the shapes."""

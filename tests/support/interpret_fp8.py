@@ -21,10 +21,11 @@ import triton.runtime.interpreter as interpreter
 
 from te_offload.fused.kernels import fp8
 from te_offload.fused.kernels.experts import Experts
-from te_offload.fused.kernels.fp8_interface import QuantizedRows
+from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.interface import SquaredReLU
+from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
-from te_offload.ops.scaling import Scaling
+from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 from tests.support.mlp import seeded
 
 DTYPES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
@@ -141,8 +142,38 @@ def main() -> None:
     same(one.kept, other.kept, "magnitudes of weights")
     assert one.kept[2] == 99.0 and 0.5 < one.kept[3] < 99.0  # one was larger before
     assert fp8.quantize_weights(Experts(packed, table), one, by_column=False).columns is None
+    assert found_weights.scales is not None
+    for expert, turned in enumerate(fp8.weight_columns(Experts(packed, table), found_weights, one)):
+        same(turned, expected_weights.columns[expert], ("weights turned later", expert))
+    assert one.kept[2] == 99.0 and torch.equal(one.kept, other.kept)  # nothing is kept again
+    made_again(packed, table)
     same(fp8.factors_of(weights, weights, 40), (weights * weights)[:, None].repeat(1, 40), "factors")
     print("the same")
+
+
+def made_again(packed: torch.Tensor, table: torch.Tensor) -> None:
+    """Weights turned alone: by their magnitudes, as current scaling has them, and by blocks."""
+    for kind in (torch.bfloat16, torch.float16):
+        numbers = packed.to(kind) * torch.tensor([1.0, 0.0, 1e-30, 300.0]).view(-1, 1, 1).to(kind)
+        in_order = [numbers[int(place)] for place in table]
+        experts = Experts(numbers, table)
+        for dtype, power, epsilon in itertools.product(DTYPES.values(), (False, True), (0.0, 2.0)):
+            scaling = Scaling(dtype, epsilon=epsilon, power_of_two=power)
+            expected = ReferenceFp8Kernels(SquaredReLU()).quantize_weights(in_order, scaling)
+            apart = torch.full((EXPERTS, 4), 50.0, dtype=kind)  # with a stride, as between a quantizer's own numbers
+            apart[:, 2] = torch.stack([one.abs().amax() for one in in_order])
+            known = QuantizedWeights(None, None, expected.inverses, magnitudes=apart.flatten()[2::4])
+            for expert, turned in enumerate(fp8.weight_columns(experts, known, scaling)):
+                assert expected.columns is not None
+                same(turned, expected.columns[expert], ("made again", kind, dtype, power, epsilon, expert))
+        for power, epsilon in itertools.product((False, True), (0.0, 2.0)):
+            by_block = BlockScaling(BlockFormat.FP8, square=True, epsilon=epsilon, power_of_two=power)
+            columns, inverses = fp8.block_weight_columns(experts, by_block)
+            wide = inverses.repeat_interleave(128, 1)[:, :COLUMNS].repeat_interleave(128, 2)[:, :, : packed.shape[1]]
+            dense = (columns.view(torch.float8_e4m3fn).float() * wide).to(kind)
+            expected_columns = ReferenceBlockKernels(SquaredReLU()).block_weight_columns(in_order, by_block).columns
+            for expert, other in enumerate(expected_columns):
+                same(dense[expert], other.to(kind), ("by blocks", kind, power, epsilon, expert))
 
 
 def fp8_columns(rows: QuantizedRows, columns: torch.Tensor) -> QuantizedRows:

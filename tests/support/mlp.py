@@ -39,7 +39,7 @@ def make_mlp(
     **linear: Any,
 ) -> te.ops.Sequential:
     """FC1, activation, FC2 of `te_offload.ops`; ``keep`` names slots whose op says no_offload_activation."""
-    linear = {"bias": False, "device": device, "dtype": dtype} | linear
+    linear = {"bias": False, "device": device, "dtype": dtype, **linear}
     wide = ffn * (2 if is_glu(activation) else 1)
     return te.ops.Sequential(
         ops.GroupedLinear(

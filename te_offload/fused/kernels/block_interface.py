@@ -57,6 +57,9 @@ class BlockKernels(Kernels, Protocol):
     def block_weights(self, weights: Any, scaling: BlockScaling, *, by_column: bool) -> BlockWeights:
         """N weights. ``weights``: from `Kernels.prepare`. ``by_column``: for the dgrad too."""
 
+    def block_weight_columns(self, weights: Any, scaling: BlockScaling) -> BlockWeights:
+        """What `block_weights` makes for the dgrad alone, with the same numbers."""
+
     def take_block_weights(self, name: str, rows: Parts, columns: Parts | None) -> BlockWeights:
         """N weights that are FP8 in square blocks already, read where they lie.
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from te_offload.fused.kernels import block_device, sm90_compile, tile_device
+from te_offload.fused.kernels import block_device, fp8, sm90_compile, tile_device
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts, ExpertsCache
-from te_offload.fused.kernels.fp8 import padded_tokens
 from te_offload.fused.kernels.interface import Activation, Gated, SquaredReLU
 from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90_launch import COMPILING
@@ -69,7 +68,7 @@ class Quantizers:
         gated = function if isinstance(function, Gated) else None
         tokens, experts, device = x.shape[0], offsets.shape[0] - 1, x.device
         width = x.shape[1] if gated is None else x.shape[1] // 2
-        padded, shape = padded_tokens(tokens, experts), (tokens, width)
+        padded, shape = fp8.padded_tokens(tokens, experts), (tokens, width)
         rows = found = None
         if by_row:
             rows = BlockNumbers(shape, scaling, _bytes(tokens, width, device), _floats(_parts(width), tokens, device))
@@ -101,6 +100,10 @@ class Quantizers:
         back = None if turned is None else _words(turned)
         compiled(_words(weights.view), weights.table, _words(numbers), inverses, back, others, scaling.epsilon, most)
         return BlockWeights(self._in_order(numbers, inverses), self._in_order(turned, others))
+
+    def weight_columns(self, weights: Experts, scaling: BlockScaling) -> BlockWeights:
+        """What `weights` makes the other way round, alone."""
+        return BlockWeights(None, self._in_order(*fp8.block_weight_columns(weights, scaling)))
 
     def _in_order(self, numbers: torch.Tensor | None, inverses: torch.Tensor | None) -> Weights | None:
         """Of what was made just now, an expert after the other."""

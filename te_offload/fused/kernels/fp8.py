@@ -15,7 +15,7 @@ from te_offload.fused.kernels import fp8_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.interface import SquaredReLU
-from te_offload.ops.scaling import Scaling
+from te_offload.ops.scaling import BlockScaling, Scaling
 
 BLOCK = fp8_device.BLOCK
 _SCALE_BLOCK = 1024
@@ -136,7 +136,65 @@ def quantize_weights(weights: Experts, scaling: Scaling, *, by_column: bool = Tr
         num_warps=8,
     )
     table = each[:-1]
-    return QuantizedWeights(Experts(by_row, table), None if turned is None else Experts(turned, table), inverses)
+    back = None if turned is None else Experts(turned, table)
+    return QuantizedWeights(Experts(by_row, table), back, inverses, scales=scales)
+
+
+def weight_columns(weights: Experts, quantized: QuantizedWeights, scaling: Scaling) -> torch.Tensor:
+    """FP8 of weights that were quantized before, the other way round alone: (N, columns, rows). See
+    `Fp8Kernels.weight_columns`.
+    """
+    given = quantized.scales is not None
+    known = quantized.scales if given else quantized.magnitudes
+    assert known is not None
+    kind = fp8_device.SCALES if given else fp8_device.MAGNITUDES
+    most = torch.finfo(torch.float32).max
+    return _turned_weights(weights, scaling.dtype, kind, known, None, scaling.epsilon, most, scaling.power_of_two)
+
+
+def block_weight_columns(weights: Experts, scaling: BlockScaling) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of weights in square blocks of E4M3, as bytes, and one over each block's scale: (N, parts, parts)."""
+    count, (rows, columns) = weights.table.shape[0], weights.view.shape[1:]
+    parts = triton.cdiv(columns, BLOCK), triton.cdiv(rows, BLOCK)
+    inverses = torch.empty(count, *parts, dtype=torch.float32, device=weights.view.device)
+    most = torch.finfo(weights.view.dtype).max
+    kind, dtype = fp8_device.BLOCKS, torch.float8_e4m3fn
+    turned = _turned_weights(weights, dtype, kind, None, inverses, scaling.epsilon, most, scaling.power_of_two)
+    return turned.view(torch.uint8), inverses
+
+
+def _turned_weights(
+    weights: Experts,
+    dtype: torch.dtype,
+    kind: Any,
+    known: torch.Tensor | None,
+    inverses: torch.Tensor | None,
+    epsilon: float,
+    most: float,
+    power_of_two: bool,
+) -> torch.Tensor:
+    count, (rows, columns) = weights.table.shape[0], weights.view.shape[1:]
+    turned = torch.empty(count, columns, rows, dtype=dtype, device=weights.view.device)
+    fp8_device.weight_columns[(count, triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK))](
+        weights.view,
+        weights.table,
+        weights.view.stride(0),
+        known,
+        0 if known is None else known.stride(0),
+        _bytes(turned),
+        inverses,
+        rows,
+        columns,
+        torch.finfo(dtype).max,
+        epsilon,
+        most,
+        kind,
+        dtype is torch.float8_e5m2,
+        power_of_two,
+        BLOCK,
+        num_warps=8,
+    )
+    return turned
 
 
 def scales_of(

@@ -41,11 +41,12 @@ class CurrentQuantizers:
         numbers = torch.empty(count, rows, columns, dtype=scaling.dtype, device=device)
         turned = torch.empty(count, columns, rows, dtype=scaling.dtype, device=device) if by_column else None
         inverses, work = torch.empty(count, dtype=torch.float32, device=device), _work(count, device)
+        magnitudes = work.view(weights.view.dtype)[2::4]  # the lower halves of what follows the number of tasks
         function = self._get(sm90_compile.compiled_scaled_weights, weights.view.dtype, scaling, by_column)
         words = _words(weights.view), weights.table, _words(numbers), _words(turned)
         function(*words, work, inverses, scaling.epsilon, _MOST)
         back = None if turned is None else self._experts.get("columns", turned)
-        return QuantizedWeights(self._experts.get("rows", numbers), back, inverses)
+        return QuantizedWeights(self._experts.get("rows", numbers), back, inverses, magnitudes=magnitudes)
 
     def rows(
         self, x: torch.Tensor, offsets: torch.Tensor, scaling: Scaling, *, weights: torch.Tensor, by_column: bool

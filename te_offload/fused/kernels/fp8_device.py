@@ -23,6 +23,9 @@ BLOCK = 128
 BF16, FP8, ACTIVATION = (tl.constexpr(kind) for kind in range(3))
 """What a tile is read from: 16-bit numbers, FP8 as it is, or the activation's input."""
 
+SCALES, MAGNITUDES, BLOCKS = (tl.constexpr(kind) for kind in range(3))
+"""What a weight's numbers follow from: its scale, its largest magnitude, or those of its blocks."""
+
 
 @triton.jit
 def row_magnitudes(x, offsets, out, experts, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -36,6 +39,17 @@ def row_magnitudes(x, offsets, out, experts, columns, ROWS: tl.constexpr, COLUMN
         places = x + rows.to(tl.int64)[:, None] * columns + column[None, :]
         found = tl.maximum(found, tl.abs(tl.load(places, mask=mask, other=0.0).to(tl.float32)))
     tl.store(out + rows, tl.max(found, 1), mask=used)
+
+
+@triton.jit
+def _scale_of(magnitude, largest, epsilon, most, POWER_OF_TWO: tl.constexpr):
+    magnitude = tl.maximum(magnitude, epsilon)
+    scale = tl.div_rn(largest, magnitude)
+    scale = tl.where(scale == float("inf"), most, scale)
+    scale = tl.where((magnitude == 0.0) | (magnitude == float("inf")), 1.0, scale)
+    if POWER_OF_TWO:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit
@@ -79,12 +93,7 @@ def expert_scales(
         scale = tl.load(given + expert * stride)
         tl.store(kept + expert * stride, tl.maximum(tl.load(kept + expert * stride), magnitude))
     else:
-        magnitude = tl.maximum(magnitude, epsilon)
-        scale = tl.div_rn(largest, magnitude)
-        scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
-        scale = tl.where((magnitude == 0.0) | (magnitude == float("inf")), 1.0, scale)
-        if POWER_OF_TWO:
-            scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = _scale_of(magnitude, largest, epsilon, 3.4028234663852886e38, POWER_OF_TWO)
     inverse = tl.div_rn(1.0, scale)
     tl.store(inverses + expert, inverse)
     if FACTORS:
@@ -223,3 +232,48 @@ def quantize_weights(
     if BY_COLUMN:
         turned = (column < columns)[:, None] & (row < rows)[None, :]
         tl.store(by_column + begin + column[:, None] * rows + row[None, :], tl.trans(found), mask=turned)
+
+
+@triton.jit
+def weight_columns(
+    weights,
+    table,
+    stride,
+    known,
+    known_stride,
+    by_column,
+    inverses,
+    rows,
+    columns,
+    largest,
+    epsilon,
+    most,
+    KNOWN: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """FP8 of each weight (rows, columns), the other way round alone (N, columns, rows), with the numbers that were made as
+    it lies. ``known``: scales or magnitudes (N); of `BLOCKS` nothing, and ``inverses`` (N, parts, parts) are written.
+    """
+    expert = tl.program_id(0)
+    base = weights + tl.load(table + expert).to(tl.int64) * stride
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(base + row[:, None] * columns + column[None, :], mask=mask, other=0.0)
+    if KNOWN == SCALES:
+        scale = tl.load(known + expert * known_stride)
+    elif KNOWN == MAGNITUDES:
+        magnitude = tl.load(known + expert * known_stride).to(tl.float32)
+        scale = _scale_of(magnitude, largest, epsilon, most, POWER_OF_TWO)
+    else:
+        found = tl.max(tl.max(tl.maximum(tl.abs(value), 0.0), 1), 0)  # NaN is no magnitude
+        scale = _scale_of(found.to(tl.float32), largest, epsilon, most, POWER_OF_TWO)
+        place = (expert * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(inverses + place, tl.div_rn(1.0, scale))
+    numbers = tl.trans(_to_fp8(value.to(tl.float32) * scale, E5M2))
+    begin = by_column + expert.to(tl.int64) * rows * columns
+    tl.store(
+        begin + column[:, None] * rows + row[None, :], numbers, mask=(column < columns)[:, None] & (row < rows)[None, :]
+    )

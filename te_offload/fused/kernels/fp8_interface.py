@@ -40,11 +40,15 @@ class QuantizedWeights:
     Attributes:
         rows, columns: as `prepare` makes them, of (rows, columns) and of (columns, rows) each; ``None``: not needed.
         inverses: (N,) float32.
+        scales, magnitudes: what numbers can be made from again: scales (N,) float32, or the largest magnitudes (N,) in the
+            weights' dtype, whichever the implementation has.
     """
 
     rows: Any
     columns: Any
     inverses: torch.Tensor
+    scales: torch.Tensor | None = None
+    magnitudes: torch.Tensor | None = None
 
 
 class Fp8Kernels(Kernels, Protocol):
@@ -54,6 +58,11 @@ class Fp8Kernels(Kernels, Protocol):
 
     def quantize_weights(self, weights: Any, scaling: Scaling, *, by_column: bool = True) -> QuantizedWeights:
         """N weights in FP8. ``weights``: from `Kernels.prepare`. ``by_column``: both ways round."""
+
+    def weight_columns(self, weights: Any, quantized: QuantizedWeights, scaling: Scaling) -> QuantizedWeights:
+        """Of weights that `quantize_weights` made as they lie alone, the other way round alone, with the same numbers.
+        ``weights``: not changed since. ``scaling``: as before; of delayed scaling nothing is read or kept again.
+        """
 
     def take_weights(
         self, name: str, rows: Any, columns: Any, inverses: torch.Tensor, dtype: torch.dtype

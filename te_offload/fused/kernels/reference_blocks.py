@@ -26,12 +26,14 @@ class ReferenceBlockKernels(ReferenceKernels):
 
     def block_weights(self, weights: Sequence[torch.Tensor], scaling: BlockScaling, *, by_column: bool) -> BlockWeights:
         """See `BlockKernels.block_weights`. Dense again: nobody keeps them."""
+        rows = [_there_and_back(make_format(scaling), weight, by_column=False) for weight in weights]
+        return BlockWeights(rows, self.block_weight_columns(weights, scaling).columns if by_column else None)
+
+    def block_weight_columns(self, weights: Sequence[torch.Tensor], scaling: BlockScaling) -> BlockWeights:
+        """See `BlockKernels.block_weight_columns`. As `take_block_weights` has them, for products with the same bits."""
         form = make_format(scaling)
-        rows = [_there_and_back(form, weight, by_column=False) for weight in weights]
-        columns = None
-        if by_column:  # as `take_block_weights` has them, for products with the same bits
-            columns = [_there_and_back(form, weight, by_column=True).t().contiguous() for weight in weights]
-        return BlockWeights(rows, columns)
+        columns = [_there_and_back(form, weight, by_column=True).t().contiguous() for weight in weights]
+        return BlockWeights(None, columns)
 
     def take_block_weights(self, name: str, rows: Parts, columns: Parts | None) -> BlockWeights:
         """See `BlockKernels.take_block_weights`."""

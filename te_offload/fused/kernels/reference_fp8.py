@@ -32,7 +32,16 @@ class ReferenceFp8Kernels(ReferenceKernels):
         magnitudes = torch.stack([_magnitude(weight) for weight in weights])
         scales = _scales(magnitudes, scaling)
         rows = [to_fp8(weight.float() * scale, scaling.dtype) for weight, scale in zip(weights, scales, strict=True)]
-        return QuantizedWeights(rows, [one.t() for one in rows] if by_column else None, 1 / scales)
+        return QuantizedWeights(rows, [one.t() for one in rows] if by_column else None, 1 / scales, scales=scales)
+
+    def weight_columns(
+        self, weights: Sequence[torch.Tensor], quantized: QuantizedWeights, scaling: Scaling
+    ) -> QuantizedWeights:
+        """See `Fp8Kernels.weight_columns`."""
+        assert quantized.scales is not None
+        both = zip(weights, quantized.scales, strict=True)
+        columns = [to_fp8(weight.float() * scale, scaling.dtype).t() for weight, scale in both]
+        return QuantizedWeights(None, columns, quantized.inverses)
 
     def take_weights(
         self,

@@ -41,6 +41,10 @@ class Sm90BlockKernels(Sm90Kernels):
         """See `BlockKernels.block_weights`."""
         return self._quantizers.weights(weights, scaling, by_column=by_column)
 
+    def block_weight_columns(self, weights: Experts, scaling: BlockScaling) -> BlockWeights:
+        """See `BlockKernels.block_weight_columns`."""
+        return self._quantizers.weight_columns(weights, scaling)
+
     def take_block_weights(self, name: str, rows: Parts, columns: Parts | None) -> BlockWeights:
         """See `BlockKernels.take_block_weights`."""
         found: list[blocks.Weights | None] = []

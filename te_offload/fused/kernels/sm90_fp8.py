@@ -50,6 +50,11 @@ class Sm90Fp8Kernels(Sm90Kernels):
         quantize = self._current.weights if scaling.given is None else fp8.quantize_weights
         return quantize(weights, scaling, by_column=by_column)
 
+    def weight_columns(self, weights: Experts, quantized: QuantizedWeights, scaling: Scaling) -> QuantizedWeights:
+        """See `Fp8Kernels.weight_columns`."""
+        turned = fp8.weight_columns(weights, quantized, scaling)
+        return QuantizedWeights(None, self._experts.get("columns", turned), quantized.inverses)
+
     def take_weights(
         self,
         name: str,
