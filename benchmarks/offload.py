@@ -51,9 +51,9 @@ SHAPES = {"64": (8, 64, 2048, 1408, 32768), "8": (6, 8, 4096, 14336, 16384)}
 TE = "Transformer Engine's context"
 
 
-def ways(layers: int, *, fused: bool = False) -> list[Way]:
+def ways(layers: int, *, fused: bool = False, fp8: bool = False) -> list[Way]:
     """The rows of the table. ``fused``: our ops run fused, and others' engines have rows with what runs without us; what is
-    slower than Transformer Engine's best is left out.
+    slower than Transformer Engine's best is left out. ``fp8``: and of what keeps no quantized weights.
     """
     some, most = layers - 2, layers - 1
     tail = ", plain te.ops" if fused else ""
@@ -64,6 +64,18 @@ def ways(layers: int, *, fused: bool = False) -> list[Way]:
     slower = [
         Way(f"{TE}, {some} of {layers}, defaults", "te", some),
         Way(f"{TE} v1, {some} of {layers}", "te-v1", some),
+    ]
+    made = "quantized weights made again"
+    again = [
+        Way(f"our ops, no offload, {made}", keep_weights=False),
+        Way(f"te_offload, {most} of {layers}, {made}", "te_offload", most, keep_weights=False),
+        Way(
+            f"te_offload, {most} of {layers}, {made}, max_in_flight 32 MiB",
+            "te_offload",
+            most,
+            keep_weights=False,
+            max_in_flight="32MiB",
+        ),
     ]
     return [
         Way("plain te.ops, no offload", plain=True),
@@ -83,6 +95,7 @@ def ways(layers: int, *, fused: bool = False) -> list[Way]:
         plain[1],
         Way(f"te_offload, {some} of {layers}, act_input kept", "te_offload", some, keep_act=True),
         Way("te_offload, a plan for a tenth of the bytes", "te_offload", layers, fraction=0.1),
+        *(again if fused and fp8 else ()),
     ]
 
 
@@ -93,7 +106,7 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
     variants: list[Variant] = []
     references: dict[bool, list[torch.Tensor]] = {}  # by whether layers run fused, which has bits of its own
     beside: list[int] | None = None
-    for number, way in enumerate(ways(shape.layers, fused=shape.fused)):
+    for number, way in enumerate(ways(shape.layers, fused=shape.fused, fp8=shape.fp8)):
         if only is not None and number > 2 and only not in way.name:
             continue
         try:
@@ -110,7 +123,7 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
         peaks = variant.peak_bytes()
         assert variant.session is None or variant.was_timed()  # other steps leave layers alone of which nothing goes
         rows.append({"name": way.name, "same_bits": same, "peaks": peaks, "peak_bytes": max(peaks), "ms": []})
-        if variant.session is not None:
+        if variant.session is not None and way.keep_weights:  # else other things are beside what is saved
             looked = variant.session.records[-1]
             if beside is None:
                 beside = [peak - most for peak, most in zip(peaks, resident(looked, fused=fused), strict=True)]
@@ -223,7 +236,7 @@ def table(result: dict[str, Any]) -> str:
             rates = ", ".join("-" if row[key] is None else f"{row[key]:.1f}" for key in ("out_gbs", "back_gbs"))
             cells += [
                 f"{statistics.median(ms / floor for ms, floor in zip(row['ms'], row['floors_ms'], strict=True)):.3f}",
-                f"{peak} ({row['terms_bytes'] / 2**20:.0f})",
+                f"{peak} ({row['terms_bytes'] / 2**20:.0f})" if "terms_bytes" in row else peak,
                 f"{row['bytes_out'] / 2**20:.0f}",
                 str(row["copies_out"]),
                 rates,

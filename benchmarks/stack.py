@@ -64,7 +64,7 @@ Wrap = Callable[[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.
 class Stack(torch.nn.Module):
     """Grouped MLPs with residuals, one behind the other."""
 
-    def __init__(self, shape: Shape, *, keep_act: bool, plain: bool) -> None:
+    def __init__(self, shape: Shape, *, keep_act: bool, plain: bool, keep_weights: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         room: Any = te.ops if plain else ops
@@ -77,6 +77,8 @@ class Stack(torch.nn.Module):
             "dtype": torch.bfloat16,
             "accumulate_into_main_grad": True,
         }
+        if not keep_weights:
+            size["keep_quantized_weight"] = False
         self.layers = torch.nn.ModuleList(
             te.ops.Sequential(
                 linear(shape.experts, shape.hidden, wide, **size),
@@ -123,7 +125,8 @@ class Way:
             ``NVTE_CPU_OFFLOAD_V1=1``; the variable is set while this way runs), ``"drop-in"`` (ours of its signature),
             ``"megatron"`` (Megatron-core's fine-grained manager, a group a layer; it keeps the last one by itself).
         going: layers whose slots go, from the first one.
-        keep_act: whether `act_input` stays. plain: plain `te.ops`. retain: retain_pinned_cpu_buffers.
+        keep_act: whether `act_input` stays. keep_weights: `keep_quantized_weight` of our linears. plain: plain `te.ops`.
+        retain: retain_pinned_cpu_buffers.
         fraction: share of the bytes for a plan to choose.
         max_in_flight, min_bytes: of the session.
     """
@@ -132,6 +135,7 @@ class Way:
     engine: str | None = None
     going: int = 0
     keep_act: bool = False
+    keep_weights: bool = True
     plain: bool = False
     retain: bool = False
     fraction: float | None = None
@@ -160,7 +164,7 @@ class Variant:
         self.way = way
         self.shape = shape
         self.inputs = inputs
-        self.model = Stack(shape, keep_act=way.keep_act, plain=way.plain)
+        self.model = Stack(shape, keep_act=way.keep_act, plain=way.plain, keep_weights=way.keep_weights)
         self.model.share(first)
         self.session: OffloadSession | None = None
         self.megatron: Any = None
