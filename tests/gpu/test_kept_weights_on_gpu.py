@@ -22,7 +22,7 @@ from tests.support.captured_steps import assert_captured_steps_have_the_bits_of_
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run, seeded
 
 pytestmark = pytest.mark.gpu
-EXPERTS, HIDDEN, FFN = 4, 272, 416  # no multiples of a block
+EXPERTS, HIDDEN, FFN = 4, 272, 448  # no multiples of a block
 SPLITS = (128, 0, 331, 61)
 RECIPES: dict[str, Any] = test_fp8_pass.RECIPES | {"by blocks": te_recipe.Float8BlockScaling()}
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
@@ -119,6 +119,12 @@ def test_weights_turned_later_are_those_turned_when_they_were_quantized(what: st
             assert_same_bits({name: getattr(at_once, name).view}, {name: getattr(alone, name).view})
 
 
+def asked_for() -> int:
+    """Bytes of the allocator's blocks, less what it rounds them up by, which depends on what was free."""
+    found: int = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    return found
+
+
 @EVERY
 def test_after_the_forward_as_many_bytes_less_are_held_as_the_weights_have_numbers(recipe: str) -> None:
     held = []
@@ -128,10 +134,10 @@ def test_after_the_forward_as_many_bytes_less_are_held_as_the_weights_have_numbe
         x, sizes, scales = make_inputs(SPLITS, 1024, device="cuda", dtype=torch.bfloat16)
         for _ in range(2):
             gc.collect()
-            before = torch.cuda.memory_allocated()
+            before = asked_for()
             with te.autocast(enabled=True, recipe=RECIPES[recipe]):
                 y = module(x, sizes, scales, sizes)
-            after = torch.cuda.memory_allocated()
+            after = asked_for()
             y.sum().backward()
             module.zero_grad()
             del y
