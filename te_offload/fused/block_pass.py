@@ -70,7 +70,7 @@ class BlockPass:
         self._backward = backward
         self._scaling1, self._scaling2 = scalings
         self._weights1 = _weights(kernels, FC1, fc1, self._scaling1.weight, backward=backward)
-        self._weights2 = _weights(kernels, FC2, fc2, self._scaling2.weight, backward=backward)
+        self._weights2 = BlockWeights(None, None)  # only when FC1 has read its own, which take as much memory
         self._rows: BlockNumbers | None = None  # of the next product
         self._columns: BlockNumbers | None = None  # of an output's gradient, for the next wgrad
         self._rebuilt: BlockNumbers | None = None
@@ -102,7 +102,8 @@ class BlockPass:
     def fc2(self, bias: torch.Tensor | None, bias_scales: torch.Tensor | None, out: torch.Tensor) -> None:
         """FC2, after FC1; the weights as the forward reads them are not needed any more."""
         assert self._rows is not None
-        rows, weights, self._rows = self._rows, self._weights2, None
+        rows, self._rows = self._rows, None
+        weights = _weights(self._kernels, FC2, self._fc2, self._scaling2.weight, backward=self._backward)
         self._kernels.linear_blocks(
             rows, weights.rows, out, self._offsets2, bias=bias, bias_scales=bias_scales, count=self._counts.fc2
         )

@@ -19,12 +19,13 @@ _CALLS = "_te_offload_calls"
 @dataclass
 class Calls:
     """Counts of one window: calls that ran fused, calls that a fused op handed over, and why the last one was, or why no
-    fused op takes the window.
+    fused op takes the window; bytes of quantized weights that the last one that ran fused kept for its backward.
     """
 
     fused: int = 0
     handed_over: int = 0
     reason: str = ""
+    kept_weight_bytes: int = 0
 
 
 def calls_of(fc1: torch.nn.Module) -> Calls:
@@ -44,12 +45,14 @@ class Fusion:
         name: of its first op in the module.
         fused, handed_over: forwards so far that ran fused, and that a fused op handed over to the three ops.
         reason: why the last one was handed over, or why no fused op takes the window; empty if all ran fused.
+        kept_weight_bytes: of quantized weights that the last one that ran fused keeps on the GPU until its backward.
     """
 
     name: str
     fused: int
     handed_over: int
     reason: str
+    kept_weight_bytes: int = 0
 
 
 def fusions_in(module: torch.nn.Module) -> list[Fusion]:
@@ -66,4 +69,4 @@ def fusions_in(module: torch.nn.Module) -> list[Fusion]:
 def _fusion(name: str, window: Window) -> Fusion:
     calls = calls_of(window.fc1)
     reason = calls.reason if calls.fused or calls.reason else "it has not run"
-    return Fusion(name, calls.fused, calls.handed_over, reason)
+    return Fusion(name, calls.fused, calls.handed_over, reason, calls.kept_weight_bytes)

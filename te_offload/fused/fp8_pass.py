@@ -70,8 +70,9 @@ class Fp8Pass:
         self._counts = counts
         self._router: torch.Tensor | None = router
         self._scaling1, self._scaling2 = scalings
+        self._backward = backward
         self._weights1 = _weights(kernels, FC1, fc1, self._scaling1.weight, backward=backward)
-        self._weights2 = _weights(kernels, FC2, fc2, self._scaling2.weight, backward=backward)
+        self._weights2: QuantizedWeights | None = None  # only when FC1 has read its own, which take as much memory
         self._x: QuantizedRows | None = None  # after the forward only its scales, as of the next
         self._hidden: QuantizedRows | None = None
         self._dy: QuantizedRows | None = None
@@ -90,26 +91,28 @@ class Fp8Pass:
     def fc1(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """The activation's input."""
         assert self._x is not None and self._router is not None
-        kernels, weights = self._kernels, self._weights1
+        kernels = self._kernels
         if self._scaling2.input.given is not None and self._offsets2 is self._offsets1:
+            weights = self._quantize_weights2()
             act_input, self._hidden = kernels.fc1_given(
                 self._x,
-                weights,
+                self._weights1,
                 bias,
                 self._router,
                 self._offsets1,
                 dtype,
                 self._scaling2.input,
-                self._weights2.inverses,
+                weights.inverses,
                 fast=True,
                 count=self._counts.fc1,
             )
-            self._x = dataclasses.replace(self._x, rows=None, factors=None)
+            self._let_go_of_fc1()
             return act_input
         act_input, magnitudes = kernels.fc1_fp8(
-            self._x, weights, bias, self._router, self._offsets1, dtype, fast=True, count=self._counts.fc1
+            self._x, self._weights1, bias, self._router, self._offsets1, dtype, fast=True, count=self._counts.fc1
         )
-        self._x = dataclasses.replace(self._x, rows=None, factors=None)
+        self._let_go_of_fc1()
+        weights = self._quantize_weights2()
         if self._offsets2 is not self._offsets1:  # FC2 may read rows that FC1 did not write
             kernels.clear(self._offsets1, act_input)
             kernels.clear(self._offsets1, magnitudes)
@@ -117,15 +120,25 @@ class Fp8Pass:
             act_input,
             self._offsets2,
             self._scaling2.input,
-            weights=self._weights2.inverses,
+            weights=weights.inverses,
             magnitudes=magnitudes,
             router=self._router,
         )
         return act_input
 
+    def _quantize_weights2(self) -> QuantizedWeights:
+        self._weights2 = _weights(self._kernels, FC2, self._fc2, self._scaling2.weight, backward=self._backward)
+        return self._weights2
+
+    def _let_go_of_fc1(self) -> None:
+        """Of what the forward alone reads."""
+        assert self._x is not None
+        self._x = dataclasses.replace(self._x, rows=None, factors=None)
+        self._weights1 = dataclasses.replace(self._weights1, rows=None)
+
     def fc2(self, bias: torch.Tensor | None, bias_scales: torch.Tensor | None, out: torch.Tensor) -> None:
         """FC2, after FC1; the weights as the forward reads them are not needed any more."""
-        assert self._hidden is not None
+        assert self._hidden is not None and self._weights2 is not None
         self._kernels.linear_fp8(
             self._hidden,
             self._weights2.rows,
@@ -138,7 +151,6 @@ class Fp8Pass:
         )
         self._hidden = dataclasses.replace(self._hidden, rows=None, factors=None)
         self._router = None
-        self._weights1 = dataclasses.replace(self._weights1, rows=None)
         self._weights2 = dataclasses.replace(self._weights2, rows=None)
 
     # Backward --------------------------------------------------------------------------------------------------------
@@ -147,7 +159,7 @@ class Fp8Pass:
         self, dy: torch.Tensor, act_input: torch.Tensor, router: torch.Tensor, *, wgrad: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients by the activation's input and by the router's scales. ``wgrad``: `fc2_wgrad` follows."""
-        assert self._hidden is not None
+        assert self._hidden is not None and self._weights2 is not None
         kernels, offsets = self._kernels, self._offsets2
         scaling = self._scaling2.grad_output
         self._dy = kernels.quantize(dy, offsets, scaling, weights=self._weights2.inverses, by_column=wgrad)

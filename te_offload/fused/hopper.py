@@ -224,6 +224,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if numbers is not None:
             x = numbers.quantize_input(x, splits1)
         if saves:
+            calls.kept_weight_bytes = quantized.kept_weight_bytes(way, fc1, fc2)
             ctx1.te_offload_quantized = way, numbers
             wgrad1 = ctx1.weight_requires_grad = parameters.first_weight(fc1).requires_grad
             wgrad2 = ctx3.weight_requires_grad = parameters.first_weight(fc2).requires_grad

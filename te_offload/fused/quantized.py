@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from te_offload.fused import block_pass, fp8_pass, machine
+from te_offload.fused import block_pass, fp8_pass, machine, parameters
 from te_offload.fused.block_pass import BlockPass
 from te_offload.fused.fp8_pass import Fp8Pass
 from te_offload.fused.kernels.interface import Activation, Counts, Gated, Kernels
@@ -60,6 +60,18 @@ def takes_as_it_lies(way: Way, weight: torch.Tensor) -> bool:
     if way == TENSOR_SCALES:
         return te_adapter.is_fp8_weight(weight)
     return way is BlockFormat.FP8 and te_adapter.is_block_weight(weight)
+
+
+def kept_weight_bytes(way: Way, *ops: Any) -> int:
+    """Of quantized weights that a fused forward keeps for its backward, without scales of blocks."""
+    if way not in (
+        TENSOR_SCALES,
+        BlockFormat.FP8,
+    ):  # other formats' kernels are references, which quantize nothing to stay
+        return 0
+    kept = [op for op in ops if parameters.keeps_quantized_weight(op)]
+    kept = [op for op in kept if not takes_as_it_lies(way, parameters.first_weight(op))]
+    return sum(op.num_groups * op.in_features * op.out_features for op in kept)
 
 
 def make_pass(

@@ -108,7 +108,8 @@ def step_table(step: StepRecord, width: int = 120) -> str:
 
 
 def fusion_lines(fusions: Sequence[tuple[str, Fusion]]) -> str:
-    """How many grouped MLPs ran fused, and a line for each that did not always, with the reason; empty without any.
+    """How many grouped MLPs ran fused, a line for each that did not always, with the reason, and how many bytes of
+    quantized weights stay, if any do; empty without grouped MLPs.
 
     Args:
         fusions: each with the name of its layer.
@@ -122,4 +123,10 @@ def fusion_lines(fusions: Sequence[tuple[str, Fusion]]) -> str:
         some = f"{fusion.handed_over} of {calls} forwards op by op" if fusion.fused else "op by op"
         if fusion.reason:
             lines.append(f"  {layer}/{fusion.name}: {some}: {fusion.reason}")
+    kept = sum(fusion.kept_weight_bytes for _, fusion in fusions)
+    if kept:
+        lines.append(
+            f"  {format_bytes(kept)} of quantized weights stay on the GPU from their forwards to their backwards; with "
+            "GroupedLinear(keep_quantized_weight=False) the backwards make them again, bit for bit."
+        )
     return "\n".join(lines) + "\n"

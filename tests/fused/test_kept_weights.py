@@ -16,10 +16,11 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_offload import OffloadSession, ops
 from te_offload.errors import ArgumentTypeError, SavedTensorModifiedError
-from te_offload.fused import hopper
+from te_offload.fused import fusions_in, hopper
 from te_offload.fused.calls import calls_of
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
+from te_offload.units import format_bytes
 from tests.fused import test_block_pass, test_fp8_pass
 from tests.support import te_on_cpu
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
@@ -181,3 +182,60 @@ def test_a_copy_of_an_op_keeps_what_the_op_does() -> None:
 def test_anything_but_true_or_false_is_an_error_that_names_the_op(value: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="GroupedLinear: keep_quantized_weight must be True or False, but is"):
         ops.GroupedLinear(2, 16, 16, device="cpu", keep_quantized_weight=value)
+
+
+@pytest.mark.parametrize("recipe", ["current", "fp8-block", "mxfp8"])
+def test_fc2s_weights_are_quantized_when_those_of_fc1_are_gone(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """So the forward holds one linear's quantized weights at a time; with delayed scaling FC1's epilogue needs both."""
+    rows: list[list[weakref.ref[torch.Tensor]]] = []
+    alive: list[list[int]] = []
+
+    for kernels, name in ((ReferenceFp8Kernels, "quantize_weights"), (ReferenceBlockKernels, "block_weights")):
+        make: Callable[..., Any] = getattr(kernels, name)
+
+        def noted(self: Any, *args: Any, make: Callable[..., Any] = make, **options: Any) -> Any:
+            alive.append([sum(one() is not None for one in those) for those in rows])
+            found = make(self, *args, **options)
+            rows.append([weakref.ref(one) for one in found.rows])
+            return found
+
+        monkeypatch.setattr(kernels, name, noted)
+    module = mlp((False, False))
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]):
+        module(x, sizes, scales, sizes)
+    assert alive == [[], [0]]
+    assert len(rows) == 2 and not any(one() is not None for those in rows for one in those)
+
+
+@pytest.mark.parametrize("keep", [(True, True), (False, True), (False, False)])
+@ONE_EACH
+def test_report_says_how_many_bytes_stay_and_what_to_do(recipe: str, keep: tuple[bool, bool]) -> None:
+    module = mlp(keep)
+    with OffloadSession(module, min_bytes=0) as session:
+        with session.step():
+            step(module, recipe)
+        kept = sum(keep) * EXPERTS * HIDDEN * FFN
+        assert [fusion.kept_weight_bytes for _, fusion in session.fusions] == [kept]
+        said = (
+            f"{format_bytes(kept)} of quantized weights stay on the GPU from their forwards to their backwards; with "
+        )
+        assert (said in session.report()) is (kept > 0)
+        with session.step():
+            run(module, SPLITS, hidden=HIDDEN)
+        assert [fusion.kept_weight_bytes for _, fusion in session.fusions] == [
+            0
+        ]  # without a recipe nothing is quantized
+
+
+@pytest.mark.filterwarnings("ignore:Quantizer is being updated")  # by Transformer Engine, for all weights that are FP8
+def test_weights_that_are_fp8_are_not_counted_among_those_that_stay() -> None:
+    module = mlp((True, True))
+    for place in (0, 2):
+        for number in range(EXPERTS):
+            weight = getattr(module[place], f"weight{number}").detach()
+            setattr(module[place], f"weight{number}", test_fp8_pass.fp8_parameter(weight))
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=RECIPES["current"]):
+        module(x, sizes, scales, sizes)
+    assert [(fusion.fused, fusion.kept_weight_bytes) for fusion in fusions_in(module)] == [(1, 0)]

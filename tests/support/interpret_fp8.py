@@ -146,7 +146,7 @@ def main() -> None:
     for expert, turned in enumerate(fp8.weight_columns(Experts(packed, table), found_weights, one)):
         same(turned, expected_weights.columns[expert], ("weights turned later", expert))
     assert one.kept[2] == 99.0 and torch.equal(one.kept, other.kept)  # nothing is kept again
-    made_again(packed, table)
+    made_again(seeded((EXPERTS, 200, 160), 4, dtype=torch.bfloat16), table)
     same(fp8.factors_of(weights, weights, 40), (weights * weights)[:, None].repeat(1, 40), "factors")
     print("the same")
 
@@ -169,7 +169,9 @@ def made_again(packed: torch.Tensor, table: torch.Tensor) -> None:
         for power, epsilon in itertools.product((False, True), (0.0, 2.0)):
             by_block = BlockScaling(BlockFormat.FP8, square=True, epsilon=epsilon, power_of_two=power)
             columns, inverses = fp8.block_weight_columns(experts, by_block)
-            wide = inverses.repeat_interleave(128, 1)[:, :COLUMNS].repeat_interleave(128, 2)[:, :, : packed.shape[1]]
+            wide = inverses.repeat_interleave(128, 1)[:, : packed.shape[2]].repeat_interleave(128, 2)[
+                :, :, : packed.shape[1]
+            ]
             dense = (columns.view(torch.float8_e4m3fn).float() * wide).to(kind)
             expected_columns = ReferenceBlockKernels(SquaredReLU()).block_weight_columns(in_order, by_block).columns
             for expert, other in enumerate(expected_columns):
