@@ -53,7 +53,7 @@ TE = "Transformer Engine's context"
 
 def ways(layers: int, *, fused: bool = False, fp8: bool = False) -> list[Way]:
     """The rows of the table. ``fused``: our ops run fused, and others' engines have rows with what runs without us; what is
-    slower than Transformer Engine's best is left out. ``fp8``: and of what keeps no quantized weights.
+    slower than Transformer Engine's best is left out. ``fp8``: and of ours that keep no quantized weights.
     """
     some, most = layers - 2, layers - 1
     tail = ", plain te.ops" if fused else ""
@@ -95,7 +95,7 @@ def ways(layers: int, *, fused: bool = False, fp8: bool = False) -> list[Way]:
         plain[1],
         Way(f"te_offload, {some} of {layers}, act_input kept", "te_offload", some, keep_act=True),
         Way("te_offload, a plan for a tenth of the bytes", "te_offload", layers, fraction=0.1),
-        *(again if fused and fp8 else ()),
+        *(again if fp8 else ()),
     ]
 
 

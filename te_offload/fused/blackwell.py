@@ -37,8 +37,8 @@ class _DeclaresSlots:
             for op, extra in zip(self.basic_ops, kwargs["basic_op_extra_inputs"], strict=True)
         ]
         for op in self.basic_ops:
-            if isinstance(op, GroupedLinear):
-                op.say_if_kept("runs in Transformer Engine's fused op")
+            if isinstance(op, GroupedLinear) and not op.keep_quantized_weight:
+                op.say_that_it_keeps("Transformer Engine's fused op keeps them")
         with te_adapter.OffloadSwitch(on=False):
             result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
         te_adapter.drop_unread_rows(self.basic_ops, basic_op_ctxs, self.grouped_gemm_wgrad_kernel())  # type: ignore[attr-defined]

@@ -29,8 +29,9 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         in_features, out_features: H and F of each weight, (F, H).
         no_offload_activation: keep this op's input (``fc1_input`` or ``fc2_input`` in a grouped MLP) on the GPU.
         keep_quantized_weight: where a step quantizes the weights, keep from the forward what the dgrad reads of them,
-            N x F x H bytes in FP8, as Transformer Engine does. ``False``: the dgrad makes it again, with the same bits,
-            from the weights and the forward's scales; in calls that run fused on Hopper, others keep it and warn once.
+            N x F x H bytes in FP8, as Transformer Engine does. ``False``: the backward makes it again, with the same bits,
+            from the weights. Calls that cannot keep it and warn once: under delayed scaling those that run unfused,
+            and those of Transformer Engine's fused op for Blackwell.
             The rest is as in ``te.ops.GroupedLinear``.
 
     Raises:
@@ -97,13 +98,14 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             if sizes is not extra_inputs[0]:
                 kwargs["basic_op_extra_inputs"] = [(sizes, *extra_inputs[1:])]
             recipe = basic_op_ctxs[0].te_offload_recipe = te_adapter.active_recipe()
-            self.say_if_kept("runs unfused")
             try:
                 with te_adapter.OffloadSwitch(on=False):
                     result = super().fuser_forward(basic_op_ctxs, input_, **kwargs)
             except RuntimeError as error:
                 self._complain_of_shapes(recipe, sizes, error)
                 raise
+            if not self.keep_quantized_weight:
+                self.say_that_it_keeps(te_adapter.let_go_of_weights(self, basic_op_ctxs[0]))
         self.declare(te_adapter.read_grouped_linear, basic_op_ctxs[0])
         return result
 
@@ -115,6 +117,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         Transformer Engine 2.20.2 hands such a gradient to its FP8 grouped kernels as it is, and they read past its end.
         """
         te_adapter.bring_carried(self, basic_op_ctxs[0])
+        te_adapter.make_weights_again(self, basic_op_ctxs[0])
         if self.computes_on_cpu(grad_output):
             return self._cpu_backward(basic_op_ctxs[0], grad_output)
         if not te_adapter.is_grouped_tensor(grad_output):
@@ -128,20 +131,18 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             raise
         return result
 
-    def say_if_kept(self, how: str) -> None:
+    def say_that_it_keeps(self, why: str | None) -> None:
         """Warn, once, that a call keeps the quantized weights though it was not to.
 
         Args:
-            how: the call runs.
+            why: it does; ``None``: it does not.
         """
-        if self.keep_quantized_weight or self._said_that_it_keeps or not te_adapter.quantization_enabled():
+        if why is None or self._said_that_it_keeps:
             return
         self._said_that_it_keeps = True
-        size = f"{self.num_groups} x {self.out_features} x {self.in_features}"
         warnings.warn(
-            f"{type(self).__name__}: keep_quantized_weight=False, but a call {how}, which keeps the quantized copies of "
-            f"{size} weights from the forward to the backward. Only the fused op on Hopper makes them again "
-            "(te_offload.fused.explain says why it does not take a window).",
+            f"{type(self).__name__}: keep_quantized_weight=False, but {why}: quantized copies of {self.num_groups} x "
+            f"{self.out_features} x {self.in_features} weights stay on the GPU from the forward to the backward.",
             stacklevel=2,
         )
 

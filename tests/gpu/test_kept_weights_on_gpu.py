@@ -18,6 +18,7 @@ from te_offload.fused.kernels.interface import SquaredReLU
 from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 from tests.fused import test_fp8_pass
 from tests.fused.test_fp8_pass import assert_all_fused
+from tests.gpu.paths import PATHS, choose_path
 from tests.support.captured_steps import assert_captured_steps_have_the_bits_of_eager_ones
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run, seeded
 
@@ -166,3 +167,30 @@ def test_offloading_beside_it_changes_no_bit(recipe: str) -> None:
             with session.step():
                 assert_same_bits(expected[seed], step(module, recipe, seed))
     assert session.records[-1].bytes_back > 0
+
+
+@PATHS
+def test_unfused_calls_make_them_again_with_the_same_bits_and_hold_less(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "0")
+    choose_path(monkeypatch, path, fp8=True)
+    sizes, held, found = (128, 0, 320, 64), [], []
+    for keep in (True, False):
+        module = mlp(keep=keep, hidden=1024, ffn=2048)
+        for _ in range(2):
+            x, splits, scales = make_inputs(sizes, 1024, device="cuda", dtype=torch.bfloat16)
+            gc.collect()
+            before = asked_for()
+            with te.autocast(enabled=True, recipe=RECIPES["current"]):
+                y = module(x, splits, scales, splits)
+            after = asked_for()
+            y.float().square().sum().backward()
+            grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+            results = {"y": y.detach().clone(), "x": x.grad, "scales": scales.grad} | grads
+            module.zero_grad()
+            del y
+        held.append(after - before)
+        found.append({name: one for name, one in results.items() if one is not None})
+    assert_same_bits(*found)
+    assert held[0] - held[1] >= 2 * EXPERTS * 1024 * 2048, held
