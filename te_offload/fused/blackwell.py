@@ -1,9 +1,10 @@
 """Transformer Engine's fused grouped MLP for Blackwell, with the marks and slots of te_offload.
 
 In: windows with at least one op of `te_offload.ops`. Out: the same fused kernels, and marks on what they save. Keeps
-true: kernels, saved layout and gradients are Transformer Engine's own, less the rows that no backward reads in NVFP4;
-windows of plain `te.ops` are left to it. Does not: run anywhere but on compute capability 10.x. Both ops have been run
-with their kernels replaced, in MXFP8 and NVFP4 (tests/layouts); neither has run on such a card.
+true: kernels, saved layout and gradients are Transformer Engine's own, less the rows that no backward reads in NVFP4, and
+quantized weights that the backward makes again where an op keeps none; windows of plain `te.ops` are left to it. Does not:
+run anywhere but on compute capability 10.x. Both ops have been run with their kernels replaced, in MXFP8 and NVFP4
+(tests/layouts); neither has run on such a card.
 """
 
 from __future__ import annotations
@@ -29,19 +30,22 @@ class _DeclaresSlots:
     def fuser_forward(
         self, basic_op_ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, Any]:
-        """The fused forward of Transformer Engine; afterwards every slot of its window is marked and declared."""
+        """The fused forward of Transformer Engine; afterwards quantized weights that are not to stay are let go of, and
+        every slot of its window is marked and declared.
+        """
         kwargs["basic_op_extra_inputs"] = [
             (row_check.fitting(op, extra[0], input_.shape[:-1].numel()), *extra[1:])
             if isinstance(op, te.ops.GroupedLinear)
             else extra
             for op, extra in zip(self.basic_ops, kwargs["basic_op_extra_inputs"], strict=True)
         ]
-        for op in self.basic_ops:
-            if isinstance(op, GroupedLinear) and not op.keep_quantized_weight:
-                op.say_that_it_keeps("Transformer Engine's fused op keeps them")
         with te_adapter.OffloadSwitch(on=False):
             result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
         te_adapter.drop_unread_rows(self.basic_ops, basic_op_ctxs, self.grouped_gemm_wgrad_kernel())  # type: ignore[attr-defined]
+        reasons = te_adapter.let_go_of_fused_weights(self.basic_ops, basic_op_ctxs[0])
+        for op, reason in zip((self.basic_ops[0], self.basic_ops[2]), reasons, strict=True):
+            if isinstance(op, GroupedLinear):
+                op.say_that_it_keeps(reason)
         declare_slots(self.basic_ops, basic_op_ctxs, te_adapter.read_fused)
         calls_of(self.basic_ops[0]).fused += 1
         return result
@@ -51,6 +55,7 @@ class _DeclaresSlots:
     ) -> tuple[torch.Tensor, Any, Any]:
         """The fused backward of Transformer Engine, with what was carried past the hooks."""
         te_adapter.bring_carried(self.basic_ops[0], basic_op_ctxs[0])
+        te_adapter.make_weights_again(basic_op_ctxs[0])
         result: tuple[torch.Tensor, Any, Any] = super().fuser_backward(  # type: ignore[misc]
             basic_op_ctxs, grad_output, **kwargs
         )

@@ -30,8 +30,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         no_offload_activation: keep this op's input (``fc1_input`` or ``fc2_input`` in a grouped MLP) on the GPU.
         keep_quantized_weight: where a step quantizes the weights, keep from the forward what the dgrad reads of them,
             N x F x H bytes in FP8, as Transformer Engine does. ``False``: the backward makes it again, with the same bits,
-            from the weights. Calls that cannot keep it and warn once: under delayed scaling those that run unfused,
-            and those of Transformer Engine's fused op for Blackwell.
+            from the weights. Calls that cannot keep it and warn once: under delayed scaling those that run unfused.
             The rest is as in ``te.ops.GroupedLinear``.
 
     Raises:
@@ -117,7 +116,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         Transformer Engine 2.20.2 hands such a gradient to its FP8 grouped kernels as it is, and they read past its end.
         """
         te_adapter.bring_carried(self, basic_op_ctxs[0])
-        te_adapter.make_weights_again(self, basic_op_ctxs[0])
+        te_adapter.make_weights_again(basic_op_ctxs[0])
         if self.computes_on_cpu(grad_output):
             return self._cpu_backward(basic_op_ctxs[0], grad_output)
         if not te_adapter.is_grouped_tensor(grad_output):

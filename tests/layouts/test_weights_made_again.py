@@ -13,7 +13,9 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_offload import OffloadSession
 from te_offload.errors import SavedTensorModifiedError
+from te_offload.fused.blackwell import BlackwellGLUGroupedMLP, BlackwellUnaryGroupedMLP
 from te_offload.ops import te_adapter
+from te_offload.ops.te_adapter import weights as adapters_weights
 from tests.fused.test_fp8_pass import fp8_parameter
 from tests.layouts.test_unfused_layouts import PATHS, RECIPES, listen
 from tests.support import te_on_cpu
@@ -203,7 +205,8 @@ def test_what_could_give_other_bits_is_kept_and_said(monkeypatch: pytest.MonkeyP
 
     def changed(op: Any, ctx: Any) -> Any:
         if change == "backward_override":
-            ctx.te_offload_recipe = te_recipe.Float8CurrentScaling(backward_override="dequantized")
+            other = te_recipe.Float8CurrentScaling(backward_override="dequantized")
+            monkeypatch.setattr(adapters_weights, "active_recipe", lambda: other)
         else:
             monkeypatch.setattr(ctx.weight_quantizers[0], change, True, raising=False)
         return let_go(op, ctx)
@@ -211,3 +214,112 @@ def test_what_could_give_other_bits_is_kept_and_said(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(te_adapter, "let_go_of_weights", changed)
     with pytest.warns(UserWarning, match=f"keep_quantized_weight=False, but {why}: quantized copies of 3 x"):
         forward(module, "fp8-current")
+
+
+# Transformer Engine's fused op for Blackwell
+
+
+def blackwell_mlp(monkeypatch: pytest.MonkeyPatch, *, keep: tuple[bool, bool], **arguments: Any) -> te.ops.Sequential:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    torch.manual_seed(0)
+    one, other = ({"keep_quantized_weight": each} for each in keep)
+    sizes: dict[str, Any] = {"experts": 2, "hidden": HIDDEN, "ffn": FFN, "dtype": torch.bfloat16}
+    return make_mlp(**(sizes | arguments), fc1=one, fc2=other)
+
+
+def blackwell_step(module: te.ops.Sequential, recipe: str) -> None:
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]()):
+        run(module, (128, 256), hidden=HIDDEN)
+    kinds = BlackwellUnaryGroupedMLP, BlackwellGLUGroupedMLP
+    assert [type(op) in kinds for op, _ in module._module_groups[0]._forward_ops] == [True]
+
+
+BLACKWELL = pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "single"),
+    [("mxfp8", False), ("mxfp8", True), ("nvfp4", False)],  # of one grouped weight in NVFP4 te_on_cpu has no scales
+    ids=["mxfp8", "mxfp8, one grouped weight", "nvfp4"],
+)
+@pytest.mark.parametrize("activation", ["srelu", "swiglu-interleaved"])
+@pytest.mark.parametrize("keep", [(False, False), (True, False), (False, True)])
+def test_blackwells_backward_finds_what_the_forward_saved(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, activation: str, single: bool, keep: tuple[bool, bool]
+) -> None:
+    """Its kernels compute nothing here: so every buffer that Transformer Engine's own backward finds is compared."""
+    te_on_cpu.fused(monkeypatch)
+    kind: Any = te_adapter.fused_unary_class() if activation == "srelu" else te_adapter.fused_glu_class()
+    backward, found, swizzled = kind.fuser_backward, [], []
+
+    def noted(self: Any, ctxs: Any, *args: Any, **kwargs: Any) -> Any:
+        swizzled.append([getattr(one, "_with_gemm_swizzled_scales", None) for one in ctxs[0].saved_tensors])
+        buffers = te_adapter.buffers_of(*ctxs[0].saved_tensors)
+        found.append([None if one is None else one.detach().clone() for one in buffers])
+        return backward(self, ctxs, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "fuser_backward", noted)
+    for which in ((True, True), keep):
+        module = blackwell_mlp(monkeypatch, keep=which, activation=activation, single_grouped_weight=single)
+        with OffloadSession(module, min_bytes=0) as session, session.step():
+            blackwell_step(module, recipe)
+        assert session.records[-1].bytes_back > 0
+    assert swizzled[0] == swizzled[1]
+    expected, again = found
+    assert len(expected) == len(again) > 7
+    for one, other in zip(expected, again, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@BLACKWELL
+@pytest.mark.parametrize("keep", [True, False])
+def test_blackwells_quantized_weights_are_there_after_the_forward_if_they_are_kept(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, keep: bool
+) -> None:
+    te_on_cpu.fused(monkeypatch)
+    made: list[weakref.ref[Any]] = []
+    let_go = te_adapter.let_go_of_fused_weights
+
+    def noted(basic_ops: Any, ctx: Any) -> Any:
+        made.extend(weakref.ref(one) for one in (*ctx.to_save[8:10], *ctx.to_save[-2:]))
+        return let_go(basic_ops, ctx)
+
+    monkeypatch.setattr(te_adapter, "let_go_of_fused_weights", noted)
+    module = blackwell_mlp(monkeypatch, keep=(keep, keep))
+    x, sizes, scales = make_inputs((128, 256), HIDDEN, dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]()):
+        y = module(x, sizes, scales, sizes)
+    assert [one() is not None for one in made] == [keep] * 4
+    used: list[Any] = []
+    quantize = te.ops.GroupedLinear._get_discrete_weights_for_gemm
+
+    def quantize_spied(self: Any, parameters: Any, quantizers: Any, **options: Any) -> Any:
+        used.extend(quantizers)
+        return quantize(self, parameters, quantizers, **options)
+
+    monkeypatch.setattr(te.ops.GroupedLinear, "_get_discrete_weights_for_gemm", quantize_spied)
+    y.float().sum().backward()
+    theirs = [module[place].get_quantizer("forward", number) for place in (0, 2) for number in (1, 3)]
+    assert used == ([] if keep else theirs)
+
+
+def test_blackwells_one_grouped_weight_of_one_expert_is_kept_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    te_on_cpu.fused(monkeypatch)
+    module = blackwell_mlp(monkeypatch, keep=(True, False), experts=1, single_grouped_weight=True)
+    x, sizes, scales = make_inputs((128,), HIDDEN, dtype=torch.bfloat16)
+    why = r"keep_quantized_weight=False, but one grouped weight of one expert.*1 x 128 x 256 weights stay"
+    with pytest.warns(UserWarning, match=why), te.autocast(enabled=True, recipe=RECIPES["mxfp8"]()):
+        module(x, sizes, scales, sizes)
+
+
+def test_blackwells_weights_that_changed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    te_on_cpu.fused(monkeypatch)
+    module = blackwell_mlp(monkeypatch, keep=(True, False))
+    x, sizes, scales = make_inputs((128, 256), HIDDEN, dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=RECIPES["mxfp8"]()):
+        y = module(x, sizes, scales, sizes)
+    with torch.no_grad():
+        module[2].weight1.mul_(2)
+    with pytest.raises(SavedTensorModifiedError, match="a weight was written to in place"):
+        y.float().sum().backward()

@@ -85,7 +85,7 @@ from te_offload.ops.te_adapter.switches import (
     saved_tensor_hook_active,
     saved_tensor_hook_owner,
 )
-from te_offload.ops.te_adapter.weights import let_go_of_weights, make_weights_again
+from te_offload.ops.te_adapter.weights import let_go_of_fused_weights, let_go_of_weights, make_weights_again
 
 __all__ = [
     "GROUPED_LINEAR_GRAD_INPUT_KEY",
@@ -133,6 +133,7 @@ __all__ = [
     "is_grouped_tensor",
     "is_marked_not_offload",
     "keep_after_backward",
+    "let_go_of_fused_weights",
     "let_go_of_weights",
     "main_grad_of",
     "make_weights_again",

@@ -1,79 +1,127 @@
-"""Quantized weights of an unfused GroupedLinear between its forward and its backward: let go of, and made again.
+"""Quantized weights of Transformer Engine's ops between a forward and its backward: let go of, and made again.
 
-In: an op and its context. Out: the saved tuple without weights, then with them. Keeps true: Transformer Engine's own
-functions quantize both times, and where the second time could give other bits, weights stay as they are. Does not: know of
-fused ops, which hold quantized weights by themselves.
+In: ops and the context that they save on. Out: the saved tuple without weights, then with them. Keeps true: Transformer
+Engine's own functions quantize both times, and where the second time could give other bits, weights stay as they are. Does
+not: know of the fused op for Hopper, which holds quantized weights by itself.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from transformer_engine.pytorch.ops.op import OperationContext
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    GroupedTensor,
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
 
 from te_offload.errors import SavedTensorModifiedError
+from te_offload.ops.te_adapter.fusion import active_recipe
 
 _OF_NUMBERS_AT_HAND = Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
 
 
+class _Away(NamedTuple):
+    """Weights of an op that were taken out of what is saved.
+
+    Attributes:
+        behind: entries of the saved tuple that come after them. versions: of the parameters.
+    """
+
+    op: Any
+    behind: int
+    quantizers: list[Any]
+    versions: list[int]
+
+
 def let_go_of_weights(op: Any, ctx: OperationContext) -> str | None:
-    """After a forward: take its quantized weights out of what it saves, if it made some.
+    """After a forward of an unfused GroupedLinear: take its quantized weights out of what it saves, if it made some.
 
     Returns:
         why they stay, if they do.
     """
     if ctx.to_save is None or not getattr(ctx, "with_quantized_compute", False):
         return None
-    count, registered = _count(op, ctx), op._get_weight_tensors()
-    weights = ctx.to_save[-count:]
-    if weights[0] is None or weights[0] is registered[0]:  # not needed; or a weight that is quantized, or a dense one
+    count = 1 if ctx.use_grouped_tensor_path and op.single_grouped_weight else int(op.num_groups)
+    return _take_out(op, ctx, count, 0, ctx.weight_quantizers)
+
+
+def let_go_of_fused_weights(basic_ops: Sequence[Any], ctx: OperationContext) -> list[str | None]:
+    """The same after a forward of the Blackwell fused op: of those of its linears that keep none.
+
+    Args:
+        basic_ops: the three. ctx: of FC1, which has what all of them save (Note [Saved layouts]).
+
+    Returns:
+        for FC1 and for FC2 why its weights stay, if they do though they were not to.
+    """
+    if ctx.to_save is None:
+        return [None, None]
+    fc1, _, fc2 = basic_ops
+    counts = [1 if op.single_grouped_weight else int(op.num_groups) for op in (fc1, fc2)]
+    reasons: list[str | None] = []
+    for op, count, behind in (
+        (fc1, counts[0], 3 + counts[1]),
+        (fc2, counts[1], 0),
+    ):  # act_input, scales, fc2_input, weights
+        if getattr(op, "keep_quantized_weight", True):
+            reasons.append(None)
+        elif op.single_grouped_weight and op.num_groups == 1:
+            reasons.append("one grouped weight of one expert is quantized in a way of its own")
+        else:
+            quantizers = [op.get_quantizer("forward", 2 * expert + 1) for expert in range(op.num_groups)]
+            reasons.append(_take_out(op, ctx, count, behind, quantizers))
+    return reasons
+
+
+def _take_out(op: Any, ctx: OperationContext, count: int, behind: int, quantizers: list[Any]) -> str | None:
+    registered, end = op._get_weight_tensors(), len(ctx.to_save) - behind
+    weights = ctx.to_save[end - count : end]
+    if weights[0] is None or weights[0] is registered[0]:  # not needed; or a weight that is quantized, or a shard
         return None
-    quantizer, override = ctx.weight_quantizers[0], getattr(ctx.te_offload_recipe, "backward_override", None)
-    kind = type(quantizer).__name__
+    quantizer, kind = quantizers[0], type(quantizers[0]).__name__
     if not isinstance(quantizer, _OF_NUMBERS_AT_HAND):
         return f"{kind} has scales that may be others by the time of the backward"
     if getattr(quantizer, "with_amax_reduction", False):
         return f"{kind} reduces largest magnitudes over ranks"
     if getattr(quantizer, "stochastic_rounding", False):
         return f"{kind} rounds at random"
+    override = getattr(active_recipe(), "backward_override", None)
     if override is not None:
         return f"the recipe has backward_override={override}"
-    ctx.to_save = (*ctx.to_save[:-count], *[None] * count)
-    ctx.te_offload_weight_versions = [weight._version for weight in registered]
+    ctx.to_save = (*ctx.to_save[: end - count], *[None] * count, *ctx.to_save[end:])
+    away = _Away(op, behind, quantizers, [weight._version for weight in registered])
+    ctx.te_offload_weights_away = (*getattr(ctx, "te_offload_weights_away", ()), away)
     return None
 
 
-def make_weights_again(op: Any, ctx: OperationContext) -> None:
+def make_weights_again(ctx: OperationContext) -> None:
     """Before a backward: put the weights back that its forward let go of, if it did.
 
     Raises:
         SavedTensorModifiedError: a weight was written to since.
     """
-    versions = ctx.__dict__.pop("te_offload_weight_versions", None)
-    if versions is None:
-        return
-    registered = op._get_weight_tensors()
-    if [weight._version for weight in registered] != versions:
-        raise SavedTensorModifiedError(
-            f"{type(op).__name__}: a weight was written to in place between the forward and its backward, which quantizes "
-            "it again (keep_quantized_weight=False), so gradients would be wrong. Call optimizer.step() after the backward."
-        )
-    more = {"columnwise_usage": True, "with_quantized_compute": True, "dtype": ctx.dtype}
-    if op.single_grouped_weight:
-        weights = [op._get_grouped_weight_for_gemm(registered[0], ctx.weight_quantizers, **more)]
-    else:
-        weights = op._get_discrete_weights_for_gemm(registered, ctx.weight_quantizers, **more)
-    if not ctx.use_grouped_tensor_path:  # as its forward does
-        for weight in weights:
-            weight.update_usage(rowwise_usage=False, columnwise_usage=True)
-    ctx.saved_tensors = (*ctx.saved_tensors[: -len(weights)], *weights)
-
-
-def _count(op: Any, ctx: OperationContext) -> int:
-    return 1 if ctx.use_grouped_tensor_path and op.single_grouped_weight else int(op.num_groups)
+    for op, behind, quantizers, versions in ctx.__dict__.pop("te_offload_weights_away", ()):
+        registered = op._get_weight_tensors()
+        if [weight._version for weight in registered] != versions:
+            raise SavedTensorModifiedError(
+                f"{type(op).__name__}: a weight was written to in place between the forward and its backward, which "
+                "quantizes it again (keep_quantized_weight=False), so gradients would be wrong. Call optimizer.step() "
+                "after the backward."
+            )
+        more = {"columnwise_usage": True, "with_quantized_compute": True, "dtype": ctx.dtype}
+        if op.single_grouped_weight:
+            weights = [op._get_grouped_weight_for_gemm(registered[0], quantizers, **more)]
+        else:
+            weights = op._get_discrete_weights_for_gemm(registered, quantizers, **more)
+        for weight in weights:  # as each forward does
+            if getattr(ctx, "use_grouped_tensor_path", None) is False:
+                weight.update_usage(rowwise_usage=False, columnwise_usage=True)
+            elif isinstance(weight, GroupedTensor) and not hasattr(weight, "_with_gemm_swizzled_scales"):
+                weight._with_gemm_swizzled_scales = False
+        end = len(ctx.saved_tensors) - behind
+        ctx.saved_tensors = (*ctx.saved_tensors[: end - len(weights)], *weights, *ctx.saved_tensors[end:])
