@@ -14,7 +14,6 @@ from transformer_engine.pytorch.ops.op import OperationContext
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
-    GroupedTensor,
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
@@ -118,10 +117,8 @@ def make_weights_again(ctx: OperationContext) -> None:
             weights = [op._get_grouped_weight_for_gemm(registered[0], quantizers, **more)]
         else:
             weights = op._get_discrete_weights_for_gemm(registered, quantizers, **more)
-        for weight in weights:  # as each forward does
-            if getattr(ctx, "use_grouped_tensor_path", None) is False:
+        if getattr(ctx, "use_grouped_tensor_path", None) is False:  # as the split path's forward does
+            for weight in weights:
                 weight.update_usage(rowwise_usage=False, columnwise_usage=True)
-            elif isinstance(weight, GroupedTensor) and not hasattr(weight, "_with_gemm_swizzled_scales"):
-                weight._with_gemm_swizzled_scales = False
         end = len(ctx.saved_tensors) - behind
         ctx.saved_tensors = (*ctx.saved_tensors[: end - len(weights)], *weights, *ctx.saved_tensors[end:])
