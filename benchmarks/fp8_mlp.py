@@ -1,11 +1,11 @@
 """The ways of `benchmarks.grouped_mlp --recipe`: one grouped MLP in FP8, weights quantized in each step, or FP8 already.
 
 In: a shape and a recipe. Out: ways, each with a forward, and a forward and backward. Two regimes, for us and for the peer
-alike: (i) weights are bf16 and quantized in each forward; (ii) they are FP8 parameters (`te.quantized_model_init`), or, in
-the module te.GroupedLinear as Megatron-LM runs it, quantized copies that stay over micro-batches
-(``is_first_microbatch=False``), whose split sizes the host knows. `floor` is what a regime cannot go below: the products
-alone, measured, and the bytes that quantizing reads and writes at the measured rate of a copy on the GPU. By blocks, and
-with a gated activation, there is no floor.
+alike: (i) weights are bf16 and quantized in each forward, and once more in the backward where no copy stays; (ii) they are
+FP8 parameters (`te.quantized_model_init`), or, in the module te.GroupedLinear as Megatron-LM runs it, quantized copies that
+stay over micro-batches (``is_first_microbatch=False``), whose split sizes the host knows. `floor` is what a regime cannot
+go below: the products alone, measured, and the bytes that quantizing reads and writes at the measured rate of a copy on the
+GPU. By blocks, and with a gated activation, there is no floor.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ class Fp8Case:
         """All, or those with a text of ``only`` in their name; of no other one are there weights."""
         makes: dict[str, Callable[[], Way]] = {
             "te_offload, fused (i)": lambda: self._of_ops(ops, quantized=False),
+            "te_offload, fused, weights made again (i)": lambda: self._of_ops(
+                ops, quantized=False, keep_quantized_weight=False
+            ),
             "Transformer Engine's ops (i)": lambda: self._of_ops(te.ops, quantized=False),
             "te_offload, fused (ii)": lambda: self._of_ops(ops, quantized=True),
             "Transformer Engine's ops (ii)": lambda: self._of_ops(te.ops, quantized=True),
@@ -78,9 +81,9 @@ class Fp8Case:
             "all": record.bytes_out
         }
 
-    def _module(self, room: Any, *, quantized: bool) -> Any:
+    def _module(self, room: Any, *, quantized: bool, **options: Any) -> Any:
         experts, hidden, ffn = self.shape
-        size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16, **options}
         with te.quantized_model_init(enabled=quantized, recipe=self.recipe):
             return te.ops.Sequential(
                 room.GroupedLinear(experts, hidden, self._wide, **size),
@@ -88,8 +91,8 @@ class Fp8Case:
                 room.GroupedLinear(experts, ffn, hidden, **size),
             )
 
-    def _of_ops(self, room: Any, *, quantized: bool) -> Way:
-        module = self._module(room, quantized=quantized)
+    def _of_ops(self, room: Any, *, quantized: bool, **options: Any) -> Way:
+        module = self._module(room, quantized=quantized, **options)
         return self._way(lambda: module(self.x, self.sizes, self.scales, self.sizes), module)
 
     def _of_modules(self) -> Way:

@@ -35,7 +35,7 @@ class Window:
         hidden, ffn: H and F. splits: tokens of each expert. beyond: rows of none, after those.
         biases: of FC1; of FC2; the latter times the router scales. frozen: how the names of frozen parameters begin.
         needs_dx: whether a gradient of x is asked for. main_grad: weight gradients are added to one in float32.
-        x_place, dy_place: how they lie, of `PLACES`. seed: of the numbers.
+        x_place, dy_place: how they lie, of `PLACES`. seed: of the numbers; one in three keeps no quantized weights.
     """
 
     dtype: torch.dtype
@@ -191,6 +191,7 @@ def make_module(window: Window, device: str) -> te.ops.Sequential:
         fc1={"bias": window.biases[0]},
         fc2={"bias": window.biases[1], "scale_bias": window.biases[2]},
         accumulate_into_main_grad=window.main_grad,
+        keep_quantized_weight=window.seed % 3 > 0,
     )
     made = torch.Generator(device).manual_seed(window.seed + 1)
     with torch.no_grad():
