@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformer_engine.common import recipe as te_recipe
 
 from te_offload.graphs import CaptureState, LayerGraphs, capture_layers
 from te_offload.graphs.layers.pair import GraphPair
+from te_offload.ops import te_adapter
 from tests.support.toy_layer import FakeGround, Machine, Toy, install
 
 WIDTH, ROWS = 256, 512
@@ -186,3 +188,64 @@ def test_another_dtype_of_autocast_is_another_call(machine: Machine, monkeypatch
             run(layer)
         assert scope.replays == 1
         assert [text.split("need gradients, were ")[1][:16] for text in scope.eager] == ["(torch.bfloat16,"] * 2
+
+
+RECIPES: dict[str, Any] = {
+    "current": te_recipe.Float8CurrentScaling(),
+    "blocks": te_recipe.Float8BlockScaling(),
+    "mxfp8": te_recipe.MXFP8BlockScaling(),
+    "nvfp4, no random": te_recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4": te_recipe.NVFP4BlockScaling(),
+    "delayed": te_recipe.DelayedScaling(),
+    "one's own": te_recipe.CustomRecipe(qfactory=lambda role: None),
+}
+HAS_STATE = {"nvfp4": "at random", "delayed": "its scales change", "one's own": "may have state"}
+
+
+def under(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> None:
+    """From now on calls stand inside ``te.autocast`` with a recipe; ``None``: outside."""
+    monkeypatch.setattr(te_adapter, "quantization_enabled", lambda: recipe is not None)
+    monkeypatch.setattr(te_adapter, "active_recipe", lambda: recipe)
+
+
+def test_calls_that_quantize_run_eagerly_unless_asked_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Toy(WIDTH, machine)
+    under(monkeypatch, RECIPES["current"])
+    with capture_layers(layer, warmup=1) as graphs:
+        (scope,) = graphs.scopes.values()
+        for _ in range(3):
+            run(layer)
+        assert scope.replays == 0
+        assert dict(scope.eager) == {"quantization is on, and capture_layers(quantized=True) was not asked for": 2}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_calls_that_quantize_without_state_are_replayed_and_others_say_why_not(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    layer = Toy(WIDTH, machine)
+    under(monkeypatch, RECIPES[name])
+    with capture_layers(layer, warmup=1, quantized=True) as graphs:
+        (scope,) = graphs.scopes.values()
+        for _ in range(3):
+            run(layer)
+        assert scope.replays == (0 if name in HAS_STATE else 2)
+        reasons = list(scope.eager)
+        assert len(reasons) == (1 if name in HAS_STATE else 0)
+        assert all(HAS_STATE[name] in reason for reason in reasons)
+
+
+def test_another_recipe_or_none_is_another_call(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Toy(WIDTH, machine)
+    changed = te_recipe.Float8CurrentScaling()
+    with capture_layers(layer, warmup=1, on_mismatch="eager", quantized=True) as graphs:
+        (scope,) = graphs.scopes.values()
+        for recipe in (changed, changed, te_recipe.Float8CurrentScaling(), RECIPES["blocks"], None):
+            under(monkeypatch, recipe)
+            run(layer)
+        assert scope.replays == 2  # the third one's recipe says the same
+        changed.fp8_quant_fwd_inp = te_recipe.QParams(power_2_scale=True)
+        under(monkeypatch, changed)
+        run(layer)
+        assert scope.replays == 2 and sum(scope.eager.values()) == 3
+        assert all("the recipe, and which inputs" in reason for reason in scope.eager)

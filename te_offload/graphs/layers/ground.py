@@ -28,7 +28,7 @@ class Ground:
 
     Attributes:
         resident: why memory stays behind its addresses for good; ``None``: it does not.
-        launched: called when a forward's graph has been launched. raises_overflow: see `capture_layers`.
+        launched: called when a forward's graph has been launched. raises_overflow, quantized: see `capture_layers`.
     """
 
     def __init__(self, device: torch.device, *, virtual: bool) -> None:
@@ -51,6 +51,7 @@ class Ground:
         self._given_up: set[int] = set()
         self.launched: Callable[[], None] = _nothing
         self.raises_overflow = True
+        self.quantized = False
         self._warns = _set_warning(on=False)
         self._gradients_read = torch.cuda.Event()
         self._replays_on: torch.cuda.Stream | None = None

@@ -31,6 +31,7 @@ def capture_layers(
     on_overflow: str = "raise",
     delay_commits: bool = False,
     virtual: bool = True,
+    quantized: bool = False,
 ) -> LayerGraphs:
     """Have each layer's forward and backward replayed as a CUDA graph, from its fourth forward on.
 
@@ -51,6 +52,9 @@ def capture_layers(
             report says what host time that took from before the launch, and how much later the copies were queued.
         virtual: give memory that a layer does not use back, by virtual memory of the GPU. Where there is none, or not
             asked for, all memory of the graphs stays, and no slot in them goes.
+        quantized: take calls under ``te.autocast`` too, where the recipe has no state outside of the layer: current
+            scaling, FP8 by blocks, MXFP8, NVFP4 without stochastic rounding. Another recipe is another call. Not yet run
+            on a card: compare with eager steps before you rely on it.
 
     Raises:
         ArgumentError: no layers, a layer twice or inside another, no warm-up, or an unknown ``on_mismatch`` or
@@ -71,6 +75,7 @@ def capture_layers(
         raise ArgumentError(f'on_overflow must be "raise" or "report", but is {on_overflow!r}.')
     ground = Ground(devices.pop(), virtual=virtual)
     ground.raises_overflow = on_overflow == "raise"
+    ground.quantized = quantized
     return LayerGraphs(named, ground, session, warmup, on_mismatch, delay_commits)
 
 

@@ -93,7 +93,7 @@ class LayerScope:
             return self._warm_up(args, kwargs)
         if self._state is CaptureState.EAGER:
             return self._function(*args, **kwargs)
-        why = _why_eagerly()
+        why = _why_eagerly(quantized=self._ground.quantized)
         if why is not None:
             return self._eagerly(why, args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
@@ -172,7 +172,7 @@ class LayerScope:
             return difference
         flags = _flags(leaves)
         if flags != self._flags:
-            return f"autocast, and which inputs need gradients, were {self._flags} and are {flags}"
+            return f"autocast, the recipe, and which inputs need gradients, were {self._flags} and are {flags}"
         for title, part, trains in self._modes:
             if part.training is not trains:
                 return f"{title or self.name}.training was {trains} and is {part.training}"
@@ -302,7 +302,7 @@ def _explained(error: Exception) -> CaptureError:
     return found
 
 
-def _why_eagerly() -> str | None:
+def _why_eagerly(*, quantized: bool) -> str | None:
     """Why no graph may take a call now; ``None`` if one may."""
     if not torch.is_grad_enabled():
         return "no gradients are asked for"
@@ -311,10 +311,13 @@ def _why_eagerly() -> str | None:
     if te_adapter.saved_tensor_hook_active() and not isinstance(te_adapter.saved_tensor_hook_owner(), SlotObserver):
         return "another saved-tensor hook is active"
     if te_adapter.quantization_enabled():
-        return "quantization is on, whose state graphs of layers do not know"
+        if not quantized:
+            return "quantization is on, and capture_layers(quantized=True) was not asked for"
+        return te_adapter.reason_against_replays(te_adapter.active_recipe())
     return None
 
 
 def _flags(leaves: Sequence[Any]) -> tuple[Any, ...]:
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return autocast, tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor))
+    needs = tuple(leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return autocast, te_adapter.recipe_key(te_adapter.active_recipe()), needs

@@ -93,6 +93,30 @@ def active_recipe() -> Any:
     return FP8GlobalStateManager.get_fp8_recipe() if quantization_enabled() else None
 
 
+def recipe_key(recipe: Any) -> str | None:
+    """All that a recipe says, to compare with what another one says, or it itself later; ``None``: there is none."""
+    if recipe is None:
+        return None
+    said = sorted(item for item in vars(recipe).items() if not item[0].startswith("_"))
+    return f"{type(recipe).__name__}({said})"
+
+
+def reason_against_replays(recipe: Any) -> str | None:
+    """Why a call under a recipe cannot be replayed as it was captured, whatever ran in between; ``None`` if it can."""
+    if recipe is None or recipe.float8_current_scaling() or recipe.float8_block_scaling() or recipe.mxfp8():
+        return None
+    name = type(recipe).__name__
+    if recipe.delayed():
+        return f"{name}: its scales change where te.autocast ends, outside of the layers' graphs"
+    if recipe.nvfp4() and recipe.disable_stochastic_rounding:
+        return None
+    if recipe.nvfp4():
+        return (
+            f"{name} rounds gradients at random, in a graph each time alike (disable_stochastic_rounding=True does not)"
+        )
+    return f"{name} may have state that graphs of layers do not know"
+
+
 def shape_multiples(recipe: Any) -> tuple[int, int]:
     """Of what an expert's tokens, and of what columns, must be multiples under a recipe."""
     return int(get_align_size_for_quantization(recipe)), 32 if recipe.mxfp8() else 16
