@@ -1,12 +1,14 @@
 """Layers as graphs of their own, with offloading between them and without, beside eager ones: time and memory.
 
     ./run benchmarks.layer_graphs [--layers 24 --experts 8 --hidden 4096 --ffn 2048 --tokens 32768] [--fraction 0.25]
-                                  [--ways eager "layer graphs"] [--rounds 10] [--max-in-flight 256MiB] [--json FILE]
+                                  [--recipe bf16|current|blocks] [--weights-made-again] [--ways eager "layer graphs"]
+                                  [--rounds 10] [--max-in-flight 256MiB] [--json FILE]
 
 A layer is a norm, a grouped MLP of te_offload and a residual; what comes before the first one has a parameter too, as an
 embedding has, so that each layer's input requires a gradient. Gradients stay from step to step and are zeroed, as under a
-distributed optimizer. Each way runs a few steps in a process of its own, where `least free` is the least that
-`cudaMemGetInfo` said, sampled all the time from before the first step on; then all ways are timed in one process,
+distributed optimizer. With a recipe forwards stand inside ``te.autocast``, and `--weights-made-again` keeps no quantized
+weights between forward and backward. Each way runs a few steps in a process of its own, where `least free` is the least
+that `cudaMemGetInfo` said, sampled all the time from before the first step on; then all ways are timed in one process,
 interleaved and in both orders: medians over the rounds, by events of the GPU, of two steps in a row with other inputs.
 """
 
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
 
 from benchmarks.grouped_mlp import split
 from te_offload import OffloadSession, ops
@@ -31,6 +35,7 @@ from te_offload.fused import hopper
 from te_offload.graphs import LayerGraphs, capture_layers
 from te_offload.units import format_bytes
 
+RECIPES = {"bf16": None, "current": Float8CurrentScaling(), "blocks": Float8BlockScaling()}
 WAYS = ("eager", "eager, offload", "layer graphs", "layer graphs, offload")
 STEPS = 6
 WARM_UP = 24  # plan, capture, and rounds until memory that captures and the first steps took has gone back
@@ -40,11 +45,10 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Layer(torch.nn.Module):
     """A norm, experts, and a residual."""
 
-    def __init__(self, experts: int, hidden: int, ffn: int) -> None:
+    def __init__(self, experts: int, hidden: int, ffn: int, *, keep_weights: bool) -> None:
         super().__init__()
-        import transformer_engine.pytorch as te
-
         size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        size["keep_quantized_weight"] = keep_weights
         self.norm = te.RMSNorm(hidden, device="cuda", dtype=torch.bfloat16)
         self.experts = te.ops.Sequential(
             ops.GroupedLinear(experts, hidden, ffn, **size),
@@ -68,7 +72,9 @@ class Way:
     def __init__(self, name: str, arguments: argparse.Namespace, layers: torch.nn.ModuleList | None = None) -> None:
         torch.manual_seed(0)
         size = arguments.experts, arguments.hidden, arguments.ffn
-        self.layers = torch.nn.ModuleList(Layer(*size) for _ in range(arguments.layers))
+        keep = not arguments.weights_made_again
+        self.layers = torch.nn.ModuleList(Layer(*size, keep_weights=keep) for _ in range(arguments.layers))
+        self._recipe = RECIPES[arguments.recipe]
         if layers is not None:
             for ours, theirs in zip(self.layers.parameters(), layers.parameters(), strict=True):
                 ours.data = theirs.data
@@ -86,7 +92,7 @@ class Way:
             )
         self.graphs: LayerGraphs | None = None
         if "graphs" in name:
-            self.graphs = capture_layers(self.layers, session=self.session)
+            self.graphs = capture_layers(self.layers, session=self.session, quantized=self._recipe is not None)
 
     def step(self, inputs: Inputs) -> None:
         """Forward and backward."""
@@ -101,8 +107,9 @@ class Way:
     def _pass(self, inputs: Inputs) -> None:
         x, sizes, scales = inputs
         x = x * self.before
-        for layer in self.layers:
-            x = layer(x, sizes, scales)
+        with te.autocast(enabled=self._recipe is not None, recipe=self._recipe):
+            for layer in self.layers:
+                x = layer(x, sizes, scales)
         x.backward(torch.full_like(x, 1e-3))
 
     def check(self) -> None:
@@ -181,6 +188,8 @@ def main() -> None:
     for flag, value in numbers:
         parser.add_argument(f"--{flag}", type=int, default=value)
     parser.add_argument("--fraction", type=float, default=0.25, help="of the bytes that may go")
+    parser.add_argument("--recipe", choices=RECIPES, default="bf16")
+    parser.add_argument("--weights-made-again", action="store_true", help="keep_quantized_weight=False")
     parser.add_argument("--max-in-flight", default="256MiB", help="of the sessions")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which; the first is compared with")
     parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
@@ -214,7 +223,8 @@ def main() -> None:
         row["out in the timing"] = ways[name].out()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; L{arguments.layers} E{arguments.experts} "
-        f"H{arguments.hidden} F{arguments.ffn} T{arguments.tokens} bf16, fused, fraction {arguments.fraction}; "
+        f"H{arguments.hidden} F{arguments.ffn} T{arguments.tokens} {arguments.recipe}"
+        f"{', weights made again' if arguments.weights_made_again else ''}, fused, fraction {arguments.fraction}; "
         f"{arguments.rounds} rounds\n"
     )
     print(
@@ -229,8 +239,10 @@ def main() -> None:
         )
     if arguments.json:
         result = {
-            "schema": "1.0",
+            "schema": "1.1",
             "shape": [arguments.layers, arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens],
+            "recipe": arguments.recipe,
+            "weights_made_again": arguments.weights_made_again,
             "fraction": arguments.fraction,
             "rows": rows,
         }
