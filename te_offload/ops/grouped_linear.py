@@ -38,6 +38,9 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
+    keep_quantized_weight: bool = True  # of modules that were pickled before there was the keyword
+    _said_that_it_keeps: bool = False
+
     def __init__(
         self,
         num_groups: int,
@@ -56,7 +59,6 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
                 f"({type(keep_quantized_weight).__name__})."
             )
         self.keep_quantized_weight = keep_quantized_weight
-        self._said_that_it_keeps = False
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """For `Module.to` and its like, which may swap parameters: nobody else may hold one then."""

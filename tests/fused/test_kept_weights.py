@@ -178,6 +178,17 @@ def test_a_copy_of_an_op_keeps_what_the_op_does() -> None:
     assert (module[0].keep_quantized_weight, module[2].keep_quantized_weight) == (False, True)
 
 
+@pytest.mark.parametrize("switch", ["reference", "0"], ids=["fused", "unfused"])
+def test_a_module_that_was_pickled_before_the_keyword_keeps_them(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+    monkeypatch.setenv(hopper.SWITCH, switch)
+    expected = step(mlp((True, True)), "delayed")
+    FP8GlobalStateManager.reset()
+    module = mlp((False, False))
+    for place in (0, 2):
+        del module[place].__dict__["keep_quantized_weight"]
+    assert_same_bits(expected, step(module, "delayed"))
+
+
 @pytest.mark.parametrize("value", [None, 0, "no"])
 def test_anything_but_true_or_false_is_an_error_that_names_the_op(value: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="GroupedLinear: keep_quantized_weight must be True or False, but is"):
