@@ -64,10 +64,7 @@ def takes_as_it_lies(way: Way, weight: torch.Tensor) -> bool:
 
 def kept_weight_bytes(way: Way, *ops: Any) -> int:
     """Of quantized weights that a fused forward keeps for its backward, without scales of blocks."""
-    if way not in (
-        TENSOR_SCALES,
-        BlockFormat.FP8,
-    ):  # other formats' kernels are references, which quantize nothing to stay
+    if way not in (TENSOR_SCALES, BlockFormat.FP8):
         return 0
     kept = [op for op in ops if parameters.keeps_quantized_weight(op)]
     kept = [op for op in kept if not takes_as_it_lies(way, parameters.first_weight(op))]

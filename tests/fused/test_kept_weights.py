@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -22,23 +21,13 @@ from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.units import format_bytes
 from tests.fused import test_block_pass, test_fp8_pass
-from tests.support import te_on_cpu
+from tests.fused.test_fp8_pass import no_kernels as no_kernels
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
 
 EXPERTS, HIDDEN, FFN, SPLITS = 3, 128, 256, (130, 0, 384)
 RECIPES: dict[str, Any] = test_fp8_pass.RECIPES | test_block_pass.RECIPES
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
 ONE_EACH = pytest.mark.parametrize("recipe", ["current", "delayed", "fp8-block"])
-
-
-@pytest.fixture(autouse=True)
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(hopper.SWITCH, "reference")
-    te_on_cpu.unfused(monkeypatch, grouped=False)
-    FP8GlobalStateManager.reset()
-    with torch._dynamo.config.patch(disable=True):  # the update of scales would be compiled for 20 s
-        yield
-    FP8GlobalStateManager.reset()
 
 
 def mlp(keep: tuple[bool, bool], **options: Any) -> te.ops.Sequential:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 from tests.fused import test_fp8_pass
 from tests.fused.test_fp8_pass import assert_all_fused
 from tests.gpu.paths import PATHS, choose_path
+from tests.gpu.test_fp8_on_gpu import on_hopper as on_hopper
 from tests.support.captured_steps import assert_captured_steps_have_the_bits_of_eager_ones
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run, seeded
 
@@ -28,17 +28,6 @@ SPLITS = (128, 0, 331, 61)
 RECIPES: dict[str, Any] = test_fp8_pass.RECIPES | {"by blocks": te_recipe.Float8BlockScaling()}
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
 WEIGHTS = ("usual", "zero", "infinite", "not a number", "tiny", "huge")
-
-
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels are Hopper's (compute capability 9.0)")
-    monkeypatch.setenv(hopper.SWITCH, "1")
-    FP8GlobalStateManager.reset()
-    yield
-    FP8GlobalStateManager.reset()
 
 
 def mlp(*, keep: bool, **options: Any) -> te.ops.Sequential:

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_offload import Fate, OffloadSession
-from te_offload.fused import fusions_in, hopper
+from te_offload.fused import fusions_in
 from te_offload.graphs import capture_layers
+from tests.gpu.test_fp8_on_gpu import on_hopper as on_hopper
 from tests.support.layer_stack import LAYERS, Model, batches, captured, train, weights
 from tests.support.mlp import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 RECIPES: dict[str, Any] = {"current": te_recipe.Float8CurrentScaling(), "by blocks": te_recipe.Float8BlockScaling()}
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
-
-
-@pytest.fixture(autouse=True)
-def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels are Hopper's (compute capability 9.0)")
-    monkeypatch.setenv(hopper.SWITCH, "1")
-    FP8GlobalStateManager.reset()
-    yield
-    FP8GlobalStateManager.reset()
 
 
 def model_of(*, keep: bool) -> Model:

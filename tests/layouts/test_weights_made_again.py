@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_offload import OffloadSession
-from te_offload.errors import SavedTensorModifiedError
+from te_offload.errors import SavedTensorModifiedError, UnknownLayoutError
 from te_offload.fused.blackwell import BlackwellGLUGroupedMLP, BlackwellUnaryGroupedMLP
 from te_offload.ops import te_adapter
 from te_offload.ops.te_adapter import weights as adapters_weights
@@ -47,8 +48,8 @@ def step(module: te.ops.Sequential, recipe: str, seed: int = 0) -> dict[str, tor
     return found
 
 
-def forward(module: te.ops.Sequential, recipe: str) -> torch.Tensor:
-    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+def forward(module: te.ops.Sequential, recipe: str, splits: tuple[int, ...] = SPLITS) -> torch.Tensor:
+    x, sizes, scales = make_inputs(splits, HIDDEN, dtype=torch.bfloat16)
     with te.autocast(enabled=True, recipe=RECIPES[recipe]()):
         y: torch.Tensor = module(x, sizes, scales, sizes)
     return y
@@ -287,9 +288,7 @@ def test_blackwells_quantized_weights_are_there_after_the_forward_if_they_are_ke
 
     monkeypatch.setattr(te_adapter, "let_go_of_fused_weights", noted)
     module = blackwell_mlp(monkeypatch, keep=(keep, keep))
-    x, sizes, scales = make_inputs((128, 256), HIDDEN, dtype=torch.bfloat16)
-    with te.autocast(enabled=True, recipe=RECIPES[recipe]()):
-        y = module(x, sizes, scales, sizes)
+    y = forward(module, recipe, (128, 256))
     assert [one() is not None for one in made] == [keep] * 4
     used: list[Any] = []
     quantize = te.ops.GroupedLinear._get_discrete_weights_for_gemm
@@ -316,10 +315,25 @@ def test_blackwells_one_grouped_weight_of_one_expert_is_kept_and_said(monkeypatc
 def test_blackwells_weights_that_changed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     te_on_cpu.fused(monkeypatch)
     module = blackwell_mlp(monkeypatch, keep=(True, False))
-    x, sizes, scales = make_inputs((128, 256), HIDDEN, dtype=torch.bfloat16)
-    with te.autocast(enabled=True, recipe=RECIPES["mxfp8"]()):
-        y = module(x, sizes, scales, sizes)
+    y = forward(module, "mxfp8", (128, 256))
     with torch.no_grad():
         module[2].weight1.mul_(2)
     with pytest.raises(SavedTensorModifiedError, match="a weight was written to in place"):
         y.float().sum().backward()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_a_layout_of_too_few_entries_has_its_own_error(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    (te_on_cpu.fused if fused else functools.partial(te_on_cpu.unfused, grouped=True))(monkeypatch)
+    name = "let_go_of_fused_weights" if fused else "let_go_of_weights"
+    let_go = getattr(te_adapter, name)
+
+    def cut(ops: Any, ctx: Any) -> Any:
+        ctx.to_save = ctx.to_save[-2:]
+        return let_go(ops, ctx)
+
+    monkeypatch.setattr(te_adapter, name, cut)
+    module = blackwell_mlp(monkeypatch, keep=(False, False))
+    listen(module)
+    with pytest.raises(UnknownLayoutError):
+        forward(module, "mxfp8", (128, 256))

@@ -301,15 +301,23 @@ def drop_unread_rows(basic_ops: Sequence[Any], ctxs: Sequence[OperationContext],
     saved = ctxs[0].to_save
     if saved is None or wgrad_kernel is None or basic_ops[0].num_groups == 1:  # a single expert has GEMMs of its own
         return
-    weights1, weights2 = _num_weights(basic_ops[0]), _num_weights(basic_ops[2])
-    at_fc2_input = len(saved) - weights2 - 1
-    if at_fc2_input < weights1 + 3:  # a layout that `read_fused` will refuse
+    at_fc1_input, _, at_fc2_input = fused_places(basic_ops, len(saved))
+    if at_fc1_input < 0:  # a layout that `read_fused` will refuse
         return
-    for entry in (saved[at_fc2_input - 3 - weights1], saved[at_fc2_input]):
+    for entry in (saved[at_fc1_input], saved[at_fc2_input]):
         if not isinstance(entry, GroupedTensorStorage) or not isinstance(entry.quantizer, NVFP4Quantizer):
             continue
         if entry.columnwise_data is not None and entry.columnwise_amax is not None:
             entry.rowwise_data = entry.scale_inv = entry.amax = None
+
+
+def fused_places(basic_ops: Sequence[Any], count: int) -> tuple[int, int, int]:
+    """Where FC1's input, the activation's input and FC2's input lie in the ``count`` entries that the Blackwell fused op
+    saves; weights are between the first two, and behind the last one. Negative: they are too few.
+    """
+    at_fc2_input = count - _num_weights(basic_ops[2]) - 1
+    at_act_input = at_fc2_input - 2
+    return at_act_input - _num_weights(basic_ops[0]) - 1, at_act_input, at_fc2_input
 
 
 def read_fused(basic_ops: Sequence[Any], ctxs: Sequence[OperationContext], *, take: bool = False) -> Layout | None:
@@ -332,11 +340,8 @@ def read_fused(basic_ops: Sequence[Any], ctxs: Sequence[OperationContext], *, ta
         f"{release.fused_metadata} of metadata, fc1 input, {weights1} of fc1 weights, activation input, router scales, "
         f"fc2 input or None, {weights2} of fc2 weights; nothing on the contexts of the other two ops"
     )
-    at_fc2_input = len(saved) - weights2 - 1
-    at_scales = at_fc2_input - 1
-    at_act_input = at_scales - 1
-    at_weights1 = at_act_input - weights1
-    at_fc1_input = at_weights1 - 1
+    at_fc1_input, at_act_input, at_fc2_input = fused_places(basic_ops, len(saved))
+    at_weights1, at_scales = at_fc1_input + 1, at_act_input + 1
     kinds_ok = (
         at_fc1_input == release.fused_metadata
         and all(ctx.to_save is None for ctx in ctxs[1:])

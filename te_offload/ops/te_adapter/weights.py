@@ -20,6 +20,7 @@ from transformer_engine.pytorch.tensor import (
 
 from te_offload.errors import SavedTensorModifiedError
 from te_offload.ops.te_adapter.fusion import active_recipe
+from te_offload.ops.te_adapter.layouts import fused_places
 
 _OF_NUMBERS_AT_HAND = Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
 
@@ -28,11 +29,11 @@ class _Away(NamedTuple):
     """Weights of an op that were taken out of what is saved.
 
     Attributes:
-        behind: entries of the saved tuple that come after them. versions: of the parameters.
+        first: the first one's place in the saved tuple. versions: of the parameters.
     """
 
     op: Any
-    behind: int
+    first: int
     quantizers: list[Any]
     versions: list[int]
 
@@ -46,7 +47,7 @@ def let_go_of_weights(op: Any, ctx: OperationContext) -> str | None:
     if ctx.to_save is None or not getattr(ctx, "with_quantized_compute", False):
         return None
     count = 1 if ctx.use_grouped_tensor_path and op.single_grouped_weight else int(op.num_groups)
-    return _take_out(op, ctx, count, 0, ctx.weight_quantizers)
+    return _take_out(op, ctx, len(ctx.to_save) - count, len(ctx.to_save), ctx.weight_quantizers)
 
 
 def let_go_of_fused_weights(basic_ops: Sequence[Any], ctx: OperationContext) -> list[str | None]:
@@ -60,26 +61,28 @@ def let_go_of_fused_weights(basic_ops: Sequence[Any], ctx: OperationContext) -> 
     """
     if ctx.to_save is None:
         return [None, None]
-    fc1, _, fc2 = basic_ops
-    counts = [1 if op.single_grouped_weight else int(op.num_groups) for op in (fc1, fc2)]
+    count = len(ctx.to_save)
+    at_fc1_input, at_act_input, at_fc2_input = fused_places(basic_ops, count)
     reasons: list[str | None] = []
-    for op, count, behind in (
-        (fc1, counts[0], 3 + counts[1]),
-        (fc2, counts[1], 0),
-    ):  # act_input, scales, fc2_input, weights
+    for op, first, end in (
+        (basic_ops[0], at_fc1_input + 1, at_act_input),
+        (basic_ops[2], at_fc2_input + 1, count),
+    ):
         if getattr(op, "keep_quantized_weight", True):
             reasons.append(None)
         elif op.single_grouped_weight and op.num_groups == 1:
             reasons.append("one grouped weight of one expert is quantized in a way of its own")
         else:
             quantizers = [op.get_quantizer("forward", 2 * expert + 1) for expert in range(op.num_groups)]
-            reasons.append(_take_out(op, ctx, count, behind, quantizers))
+            reasons.append(_take_out(op, ctx, first, end, quantizers))
     return reasons
 
 
-def _take_out(op: Any, ctx: OperationContext, count: int, behind: int, quantizers: list[Any]) -> str | None:
-    registered, end = op._get_weight_tensors(), len(ctx.to_save) - behind
-    weights = ctx.to_save[end - count : end]
+def _take_out(op: Any, ctx: OperationContext, first: int, end: int, quantizers: list[Any]) -> str | None:
+    """The entries from one to before another."""
+    if first <= 0:  # a layout that `read_grouped_linear` or `read_fused` will refuse
+        return None
+    registered, weights = op._get_weight_tensors(), ctx.to_save[first:end]
     if weights[0] is None or weights[0] is registered[0]:  # not needed; or a weight that is quantized, or a shard
         return None
     quantizer, kind = quantizers[0], type(quantizers[0]).__name__
@@ -92,8 +95,8 @@ def _take_out(op: Any, ctx: OperationContext, count: int, behind: int, quantizer
     override = getattr(active_recipe(), "backward_override", None)
     if override is not None:
         return f"the recipe has backward_override={override}"
-    ctx.to_save = (*ctx.to_save[: end - count], *[None] * count, *ctx.to_save[end:])
-    away = _Away(op, behind, quantizers, [weight._version for weight in registered])
+    away = _Away(op, first, quantizers, [weight._version for weight in registered])
+    ctx.to_save = (*ctx.to_save[:first], *[None] * len(weights), *ctx.to_save[end:])
     ctx.te_offload_weights_away = (*getattr(ctx, "te_offload_weights_away", ()), away)
     return None
 
@@ -104,7 +107,7 @@ def make_weights_again(ctx: OperationContext) -> None:
     Raises:
         SavedTensorModifiedError: a weight was written to since.
     """
-    for op, behind, quantizers, versions in ctx.__dict__.pop("te_offload_weights_away", ()):
+    for op, first, quantizers, versions in ctx.__dict__.pop("te_offload_weights_away", ()):
         registered = op._get_weight_tensors()
         if [weight._version for weight in registered] != versions:
             raise SavedTensorModifiedError(
@@ -120,5 +123,4 @@ def make_weights_again(ctx: OperationContext) -> None:
         if getattr(ctx, "use_grouped_tensor_path", None) is False:  # as the split path's forward does
             for weight in weights:
                 weight.update_usage(rowwise_usage=False, columnwise_usage=True)
-        end = len(ctx.saved_tensors) - behind
-        ctx.saved_tensors = (*ctx.saved_tensors[: end - len(weights)], *weights, *ctx.saved_tensors[end:])
+        ctx.saved_tensors = (*ctx.saved_tensors[:first], *weights, *ctx.saved_tensors[first + len(weights) :])
