@@ -393,9 +393,9 @@ class Capture:
 
     def _record(self) -> None:
         self._state = change(self._state, CaptureState.CAPTURING)
-        grads = self._residents.grads()
         recording: Recording | None = None
         try:
+            self._residents.look()
             check_process_groups()
             check_captures(self._backend.device)
             self._rows = RowCheck(self._backend.device)
@@ -411,8 +411,7 @@ class Capture:
                     )
         except BaseException as error:
             self._owned = []
-            for parameter, grad in grads:
-                parameter.grad = grad
+            self._residents.restore()
             if recording is not None:
                 recording.close()
             self._state = change(self._state, CaptureState.WARMING_UP)
@@ -428,6 +427,7 @@ class Capture:
 
     def _replay(self) -> Any:
         self._lease.ended = "a later replay"
+        self._residents.refresh()
         outputs = self._graph.replay()
         self._lease = lease = Lease()
         if self._raw:

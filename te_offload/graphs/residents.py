@@ -1,7 +1,8 @@
 """What a graph reads and writes without being given it: parameters, buffers and gradients of modules.
 
 In: modules. Out: `Residents`, which notices when one has moved. Keeps true: the tensor that is looked at is the one that
-the module has now. Does not: keep a module alive longer than its graph.
+the module has now; of a quantized one each buffer counts, and what a graph reads of it is not out of date. Does not: keep a
+module alive longer than its graph.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from te_offload.ops import te_adapter
 
 Place = tuple[str, dict[str, Any], str, torch.Tensor]
 
@@ -35,12 +38,39 @@ class Residents:
         self._parameters = [
             (title, tensor) for title, _, _, tensor in self._places if isinstance(tensor, torch.nn.Parameter)
         ]
+        self._wrappers = [(title, tensor) for title, _, _, tensor in self._places if te_adapter.has_buffers(tensor)]
+        self._before: list[tuple[Any, str, Any]] = []  # the capture
+        self._buffers: list[tuple[int, ...]] = []
+        self._turned: list[tuple[torch.Tensor, bool]] = []
         self._addresses: list[int] = []
         self._grads: list[int] = []
         self._learns: list[bool] = []
 
+    def look(self) -> None:
+        """A capture begins. FP8 weights of which only the rows are right are turned, so that no graph has to, and the host
+        does not take them to be right as soon as that is captured.
+        """
+        self._before = []
+        self._turned = [(tensor, False) for _, tensor in self._wrappers if te_adapter.is_turned(tensor) is not None]
+        self.refresh()
+        self._buffers = [te_adapter.addresses(tensor) for _, tensor in self._wrappers]
+        self._before = [one for _, tensor in self._wrappers for one in te_adapter.state_of(tensor)]
+        if self._looks_at_grads:
+            self._before += [(parameter, "grad", parameter.grad) for _, parameter in self._parameters]
+
+    def restore(self) -> None:
+        """Nothing was done by what was captured since `look`, and so quantized weights have no buffers of the graph's, and
+        gradients are what they were.
+        """
+        for entry, name, value in self._before:
+            setattr(entry, name, value)
+
     def note(self) -> None:
-        """Where all is now is where it has to stay."""
+        """A capture has ended: where all is now is where it has to stay."""
+        self._turned = [(tensor, not te_adapter.is_turned(tensor)) for tensor, _ in self._turned]
+        self._before = [one for one in self._before if one[1] != "grad"]
+        self.restore()
+        self._before = []
         self._addresses = [tensor.data_ptr() for _, _, _, tensor in self._places]
         self._grads = [_address(parameter.grad) for _, parameter in self._parameters]
         self._learns = [parameter.requires_grad for _, parameter in self._parameters]
@@ -52,21 +82,31 @@ class Residents:
                 return f"{title} is another tensor now"
             if tensor.data_ptr() != address:
                 return f"{title} was at {address:#x} and is at {tensor.data_ptr():#x}"
+        for (title, tensor), places in zip(self._wrappers, self._buffers, strict=True):
+            now = te_adapter.addresses(tensor)
+            if now != places:
+                for before, after in zip(places, now, strict=True):
+                    if before not in (0, after):
+                        return f"a buffer of {title} was at {before:#x} and is at {after:#x} (0: it is gone)"
         for (title, parameter), learns in zip(self._parameters, self._learns, strict=True):
             if parameter.requires_grad is not learns:
                 return f"{title}.requires_grad was {learns} and is {not learns}"
         for (title, parameter), address in zip(
             self._parameters if self._looks_at_grads else (), self._grads, strict=False
         ):
-            now = _address(parameter.grad)
-            if now != address:
+            found = _address(parameter.grad)
+            if found != address:
                 advice = "zero it in the captured function, or with set_to_none=False"
-                return f"{title}.grad was at {address:#x} and is at {now:#x} (0: there is none): {advice}"
+                return f"{title}.grad was at {address:#x} and is at {found:#x} (0: there is none): {advice}"
         return None
 
-    def grads(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Each parameter and its gradient now."""
-        return [(parameter, parameter.grad) for _, parameter in self._parameters]
+    def refresh(self) -> None:
+        """A replay comes next: have FP8 weights turned of which only the rows have been written since, as an eager call
+        would, or by the graph itself, whose writing the host does not see.
+        """
+        for weight, by_graph in self._turned:
+            if by_graph or not te_adapter.is_turned(weight):
+                te_adapter.turn(weight)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

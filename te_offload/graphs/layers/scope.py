@@ -11,7 +11,7 @@ import collections
 import functools
 import gc
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +117,7 @@ class LayerScope:
         if busy is not None:
             return self._eagerly(busy, args, kwargs)
         self.replays += 1
+        self._residents.refresh()
         return self._replay(self._pair, leaves)
 
     def look_at_rows(self) -> None:
@@ -184,14 +185,16 @@ class LayerScope:
         self._state = change(self._state, CaptureState.CAPTURING)
         pair: GraphPair | None = None
         try:
+            self._residents.look()
             check_process_groups()
             check_captures(self._ground.device)
+            function = functools.partial(_again, self._residents, self._function)
             signature = Signature.of(args, kwargs, (), self._ground.device)
             moving = [number for number, leaf in enumerate(signature.leaves) if leaf.kind is Kind.MOVES]
             structure = pytree.tree_structure((tuple(args), dict(kwargs)))
             for times in (1, 2):
                 pair = GraphPair(
-                    self._ground, self.name, self.module, self._function, structure, leaves, moving, self._layouts
+                    self._ground, self.name, self.module, function, structure, leaves, moving, self._layouts
                 )
                 try:
                     pair.record(times)
@@ -203,6 +206,7 @@ class LayerScope:
                     gone, pair = pair, None
                     gone.abandon()
         except BaseException as error:
+            self._residents.restore()
             _let_go(error)
             if pair is not None:
                 pair.abandon()
@@ -273,6 +277,12 @@ class _Replay(torch.autograd.Function):
         pair: GraphPair = ctx.pair
         flight: Flight = ctx.flight
         return (None, None, *pair.backward(flight, pair.differentiable_outputs(grads)))
+
+
+def _again(residents: Residents, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function to capture it, as if it had not been run for the rehearsal."""
+    residents.restore()
+    return function(*args, **kwargs)
 
 
 def _note_layout(layouts: dict[int, tuple[int, ...]], number: int, grad: torch.Tensor) -> None:

@@ -75,6 +75,7 @@ from te_offload.ops.te_adapter.layouts import (
     save_act_input,
 )
 from te_offload.ops.te_adapter.pipeline import STAND_INS, use_stand_ins
+from te_offload.ops.te_adapter.storages import addresses, has_buffers, is_turned, state_of, turn
 from te_offload.ops.te_adapter.switches import (
     NOT_OFFLOAD,
     OffloadSwitch,
@@ -103,6 +104,7 @@ __all__ = [
     "Release",
     "accumulates_into_main_grad",
     "active_recipe",
+    "addresses",
     "any_marked_not_offload",
     "block_format",
     "block_scaling",
@@ -128,12 +130,14 @@ __all__ = [
     "fused_unary_class",
     "grouped_columns",
     "grouped_path_supported",
+    "has_buffers",
     "installed_version",
     "is_block_weight",
     "is_distributed_weight",
     "is_fp8_weight",
     "is_grouped_tensor",
     "is_marked_not_offload",
+    "is_turned",
     "keep_after_backward",
     "let_go_of_fused_weights",
     "let_go_of_weights",
@@ -161,9 +165,11 @@ __all__ = [
     "saved_tensor_hook_owner",
     "shape_multiples",
     "slot_at",
+    "state_of",
     "take_apart",
     "takes_grouped_path",
     "tanh_srelu_supported",
+    "turn",
     "unfused_reason",
     "usages_are_set",
     "use_stand_ins",
