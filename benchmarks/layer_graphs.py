@@ -92,7 +92,7 @@ class Way:
             )
         self.graphs: LayerGraphs | None = None
         if "graphs" in name:
-            self.graphs = capture_layers(self.layers, session=self.session, quantized=self._recipe is not None)
+            self.graphs = capture_layers(self.layers, session=self.session)
 
     def step(self, inputs: Inputs) -> None:
         """Forward and backward."""

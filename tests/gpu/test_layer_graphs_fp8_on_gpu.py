@@ -37,7 +37,7 @@ def test_training_in_fp8_with_graphs_of_layers_gives_the_bits_of_eager_training(
 ) -> None:
     eager, model = model_of(keep=True), model_of(keep=keep)
     session = OffloadSession(model.layers, min_bytes=0, max_in_flight=0) if offloads else None
-    with capture_layers(model.layers, session=session, warmup=2, quantized=True) as graphs:
+    with capture_layers(model.layers, session=session, warmup=2) as graphs:
         for number, batch in enumerate(batches(20)):
             with te.autocast(enabled=True, recipe=RECIPES[recipe]):
                 expected, found = train(eager, batch), train(model, batch, session)
@@ -56,7 +56,7 @@ def test_training_in_fp8_with_graphs_of_layers_gives_the_bits_of_eager_training(
 def test_a_step_without_quantization_and_one_under_delayed_scaling_run_eagerly_between_replays() -> None:
     eager, model = model_of(keep=True), model_of(keep=True)
     every = [RECIPES["current"]] * 5 + [None, te_recipe.DelayedScaling()] + [RECIPES["current"]] * 2
-    with capture_layers(model.layers, warmup=2, on_mismatch="eager", quantized=True) as graphs:
+    with capture_layers(model.layers, warmup=2, on_mismatch="eager") as graphs:
         for recipe, batch in zip(every, batches(len(every)), strict=True):
             with te.autocast(enabled=recipe is not None, recipe=recipe):
                 assert torch.equal(train(eager, batch), train(model, batch))

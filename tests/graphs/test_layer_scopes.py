@@ -208,15 +208,15 @@ def under(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> None:
     monkeypatch.setattr(te_adapter, "active_recipe", lambda: recipe)
 
 
-def test_calls_that_quantize_run_eagerly_unless_asked_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_quantize_run_eagerly_if_asked_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Toy(WIDTH, machine)
     under(monkeypatch, RECIPES["current"])
-    with capture_layers(layer, warmup=1) as graphs:
+    with capture_layers(layer, warmup=1, quantized=False) as graphs:
         (scope,) = graphs.scopes.values()
         for _ in range(3):
             run(layer)
         assert scope.replays == 0
-        assert dict(scope.eager) == {"quantization is on, and capture_layers(quantized=True) was not asked for": 2}
+        assert dict(scope.eager) == {"quantization is on, and quantized=False was asked for": 2}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -225,7 +225,7 @@ def test_calls_that_quantize_without_state_are_replayed_and_others_say_why_not(
 ) -> None:
     layer = Toy(WIDTH, machine)
     under(monkeypatch, RECIPES[name])
-    with capture_layers(layer, warmup=1, quantized=True) as graphs:
+    with capture_layers(layer, warmup=1) as graphs:
         (scope,) = graphs.scopes.values()
         for _ in range(3):
             run(layer)
@@ -238,7 +238,7 @@ def test_calls_that_quantize_without_state_are_replayed_and_others_say_why_not(
 def test_another_recipe_or_none_is_another_call(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Toy(WIDTH, machine)
     changed = te_recipe.Float8CurrentScaling()
-    with capture_layers(layer, warmup=1, on_mismatch="eager", quantized=True) as graphs:
+    with capture_layers(layer, warmup=1, on_mismatch="eager") as graphs:
         (scope,) = graphs.scopes.values()
         for recipe in (changed, changed, te_recipe.Float8CurrentScaling(), RECIPES["blocks"], None):
             under(monkeypatch, recipe)

@@ -256,7 +256,7 @@ class FakeGround(Ground):
         self.transfer = CpuTransfer()
         self._leader, self._rounds = None, 0
         self.raises_overflow = True
-        self.quantized = False
+        self.quantized = True
         self._warns = False
         self._outputs = set()
         self._given_up = set()

@@ -51,7 +51,7 @@ class Ground:
         self._given_up: set[int] = set()
         self.launched: Callable[[], None] = _nothing
         self.raises_overflow = True
-        self.quantized = False
+        self.quantized = True
         self._warns = _set_warning(on=False)
         self._gradients_read = torch.cuda.Event()
         self._replays_on: torch.cuda.Stream | None = None

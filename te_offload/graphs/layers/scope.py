@@ -322,7 +322,7 @@ def _why_eagerly(*, quantized: bool) -> str | None:
         return "another saved-tensor hook is active"
     if te_adapter.quantization_enabled():
         if not quantized:
-            return "quantization is on, and capture_layers(quantized=True) was not asked for"
+            return "quantization is on, and quantized=False was asked for"
         return te_adapter.reason_against_replays(te_adapter.active_recipe())
     return None
 
