@@ -21,6 +21,7 @@ from tests.support.layer_stack import HIDDEN, Layer, batches
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Quantizer is being updated"),  # by Transformer Engine, for weights that are FP8
+    pytest.mark.filterwarnings("ignore:.*experts lie up to"),  # small ones, where the driver happens to put them
 ]
 RECIPES: dict[str, Any] = {"current": te_recipe.Float8CurrentScaling(), "by blocks": te_recipe.Float8BlockScaling()}
 STEPS, LAYERS = 7, 2

@@ -7,7 +7,8 @@ what lies in a zone, or copy it.
 
 Memory that a zone gave up is taken by the next one at once: it is then behind both zones' addresses, of which only the next
 one's are used. The older mapping goes when its zone needs memory again and its own was taken. So the host does not wait
-for the device, unless a zone comes back that soon.
+for the device, unless a zone comes back that soon. And after a few rounds nearly every zone finds its own memory free when
+it comes again, so that nothing is mapped, which costs the host more than launching a graph.
 """
 
 from __future__ import annotations
@@ -263,7 +264,7 @@ class Bank:
     def _take(self, length: int) -> Piece:
         free = self._free.get(length)
         if free:
-            return free.pop(next(iter(free)))
+            return free.popitem()[1]  # whoever had it last needs it last, as rounds are forwards, then backwards
         self._release(length)  # of pieces that do not fit
         memory = self.memory.create(length)
         if memory is None:
