@@ -16,7 +16,7 @@ class PagedMemory:
     """See `graphs.layers.virtual.VirtualMemory`. A use of addresses without memory ends the process.
 
     Attributes:
-        created: bytes of memory that exist. mapped: addresses with memory, and how many bytes. log: calls, in order.
+        created: bytes of memory that exist. mapped: where pieces of it are, and their bytes. log: calls, in order.
     """
 
     granule = 2 << 20
@@ -35,7 +35,7 @@ class PagedMemory:
         return -(-int(address) // self.granule) * self.granule
 
     def free(self, address: int, nbytes: int) -> None:
-        assert address not in self.mapped, "addresses with memory were given back"
+        assert not any(address <= place < address + nbytes for place in self.mapped), "addresses with memory given back"
         self.log.append("free")
 
     def create(self, nbytes: int) -> int | None:
@@ -52,18 +52,22 @@ class PagedMemory:
         os.close(memory)
 
     def map(self, address: int, pieces: list[tuple[int, int]]) -> None:
-        assert address not in self.mapped, "addresses with memory were mapped"
         place = address
         for memory, nbytes in pieces:
+            assert place not in self.mapped, "addresses with memory were mapped"
+            assert nbytes == self._sizes[memory], "memory is mapped whole"
             protection = mmap.PROT_READ | mmap.PROT_WRITE
             found = _LIBC.mmap(place, nbytes, protection, mmap.MAP_SHARED | _FIXED, memory, 0)
             assert found == place
+            self.mapped[place] = nbytes
             place += nbytes
-        self.mapped[address] = place - address
         self.log.append("map")
 
     def unmap(self, address: int, nbytes: int) -> None:
-        assert self.mapped.pop(address) == nbytes, "all of a mapping goes"
+        place = address
+        while place < address + nbytes:
+            place += self.mapped.pop(place)
+        assert place == address + nbytes, "pieces go whole"
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
         _LIBC.mmap(address, nbytes, _NONE, flags, -1, 0)
         self.log.append("unmap")

@@ -8,13 +8,13 @@ what lies in a zone, or copy it.
 Memory that a zone gave up is taken by the next one at once: it is then behind both zones' addresses, of which only the next
 one's are used. The older mapping goes when its zone needs memory again and its own was taken. So the host does not wait
 for the device, unless a zone comes back that soon. And after a few rounds nearly every zone finds its own memory free when
-it comes again, so that nothing is mapped, which costs the host more than launching a graph.
+it comes again, so that next to nothing is mapped, which costs the host more than launching a graph.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ from te_offload.graphs.layers.virtual import VirtualMemory
 from te_offload.offload.transfer import Mark
 
 LARGEST = 64 << 20  # bytes of the largest piece of memory; smaller ones are halves of halves of it
+SLACK = 32 << 20  # bytes that may be free in pieces of other lengths, so that none is given back to be asked for again
 
 
 class Piece:
@@ -88,6 +89,7 @@ class Bank:
         self.most_held = 0
         self.maps = 0
         self.waits = 0
+        self._unlike = 0  # bytes taken though others were free, in pieces of other lengths
         self._spare = 0  # bytes that nobody had, at the least, since `relax`
         self._make_room = make_room
         self._free: dict[int, dict[int, Piece]] = {}  # by length, then by memory, the one that is free longest first
@@ -200,10 +202,12 @@ class Bank:
     def trim(self) -> None:
         """Give back all memory that nobody owns, once the device has passed its last use."""
         self._release(self.held)
+        self._unlike = 0
 
     def relax(self) -> None:
         """Give back what nobody has had at any time since the last call."""
-        self._release(self._spare, at_most=True)
+        self._unlike = min(self._unlike, self._spare)
+        self._release(self._spare - self._unlike, at_most=True)
         self._spare = self.held - self.used
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -214,24 +218,42 @@ class Bank:
                 f"{zone.nbytes} bytes at {zone.begin:#x} are scratch memory of layers' graphs, where no tensor may lie. "
                 "This is an error of te_offload; please report it."
             )
-        if zone.pieces and all(piece.user is None for piece in zone.pieces):
-            for piece in zone.pieces:  # nobody has had it since
+        lengths = self.pieces(zone.nbytes)
+        free = [piece if piece.user is None else None for piece in zone.pieces] or [None] * len(lengths)
+        for piece in free:
+            if piece is not None:  # nobody has had it since
                 del self._free[piece.length][piece.memory]
                 piece.user = zone
-        else:
-            self._unmap(zone)
-            pieces: list[Piece] = []
-            try:
-                for length in self.pieces(zone.nbytes):
-                    pieces.append(self._take(length))
-            except BaseException:
-                for piece in pieces:
-                    self._put(piece)
-                raise
-            for piece in pieces:
-                piece.user = zone
-            self._map(zone, pieces)
+        lacks = [place for place, piece in enumerate(free) if piece is None]
+        found: list[Piece] = []
+        try:
+            for place in lacks:
+                found.append(self._take(lengths[place]))
+        except BaseException:
+            for piece in (*found, *filter(None, free)):
+                self._put(piece)
+            raise
+        for piece in found:
+            piece.user = zone
+        if found:
+            self._exchange(zone, lengths, dict(zip(lacks, found, strict=True)))
         self._count_used(zone.nbytes)
+
+    def _exchange(self, zone: Zone, lengths: Sequence[int], found: Mapping[int, Piece]) -> None:
+        """Put pieces behind addresses of a zone that nobody owns. ``found``: by their place among the zone's pieces."""
+        if len(found) == len(lengths):
+            self._unmap(zone)
+            self._map(zone, list(found.values()))
+            return
+        self._wait_for(zone)
+        for place, piece in found.items():
+            begin = zone.begin + sum(lengths[:place])
+            self.memory.unmap(begin, piece.length)
+            self.memory.map(begin, [(piece.memory, piece.length)])
+            self.maps += 1
+            zone.pieces[place].zones.remove(zone)
+            zone.pieces[place] = piece
+            piece.zones.append(zone)
 
     def _count_used(self, nbytes: int) -> None:
         self.used += nbytes
@@ -253,19 +275,27 @@ class Bank:
         """Take the memory, which may be another's, from addresses that nobody owns."""
         if not zone.pieces:
             return
-        if zone.left is not None and not zone.left.is_over():
-            self.waits += 1
-            zone.left.wait()
+        self._wait_for(zone)
         self.memory.unmap(zone.begin, zone.nbytes)
         for piece in zone.pieces:
             piece.zones.remove(zone)
-        zone.pieces, zone.left = [], None
+        zone.pieces = []
+
+    def _wait_for(self, zone: Zone) -> None:
+        """Wait until the device has passed the last use of addresses that nobody owns."""
+        if zone.left is not None and not zone.left.is_over():
+            self.waits += 1
+            zone.left.wait()
+        zone.left = None
 
     def _take(self, length: int) -> Piece:
         free = self._free.get(length)
         if free:
             return free.popitem()[1]  # whoever had it last needs it last, as rounds are forwards, then backwards
-        self._release(length)  # of pieces that do not fit
+        if any(self._free.values()) and self._unlike + length <= SLACK:
+            self._unlike += length
+        else:
+            self._release(length)  # of pieces that do not fit
         memory = self.memory.create(length)
         if memory is None:
             self._make_room()
