@@ -70,11 +70,12 @@ def weight_grads(
         return [packed] if together or op.single_grouped_weight else list(packed.unbind(0))
     weights: Any = parameters.weight_parameters(op)
     accumulate = te_adapter.accumulates_into_main_grad(weights[0])
-    grads: Any = [te_adapter.main_grad_of(weight) for weight in weights]
+    grads: Any
     if op.single_grouped_weight:
-        grads = te_adapter.view_main_grad_as_grouped_buffer(grads[0], shape[0], shape[1:], label="weight")
+        grads = te_adapter.main_grad_of(weights[0])
+        grads = te_adapter.view_main_grad_as_grouped_buffer(grads, shape[0], shape[1:], label="weight")
     else:
-        grads = [grad.view(shape[1:]) for grad in grads]
+        grads = te_adapter.main_grads_of(weights, shape[1:])
     if not empty:
         try:
             multiply(kernels.prepare(f"{name}'s main_grad", grads, written=True), accumulate=accumulate)

@@ -6,6 +6,7 @@ not: know saved layouts.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from transformer_engine.pytorch.tensor import GroupedTensor
 
 GROUPED_LINEAR_OUTPUT_KEY: str = te_grouped_linear.OUTPUT_BUFFER_KEY
 GROUPED_LINEAR_GRAD_INPUT_KEY: str = te_grouped_linear.GRAD_INPUT_BUFFER_KEY
+_MAIN_GRAD, _SHAPE = map(operator.attrgetter, ("main_grad", "shape"))
 
 
 def quantization_enabled() -> bool:
@@ -61,12 +63,38 @@ def main_grad_of(weight: torch.nn.Parameter) -> torch.Tensor:
     return main_grad
 
 
+def main_grads_of(weights: Sequence[torch.nn.Parameter], shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """`main_grad_of` weights, as tensors of a shape; a tenth of the host's time where they are plain tensors of it.
+
+    Raises:
+        RuntimeError: one has none, or cannot be viewed so.
+    """
+    if True not in [hasattr(weight, "__fsdp_param__") for weight in weights]:
+        try:
+            grads = list(map(_MAIN_GRAD, weights))
+            if list(map(_SHAPE, grads)).count(shape) == len(grads):
+                return grads
+        except AttributeError:  # one has none: said below
+            pass
+    return [main_grad_of(weight).view(shape) for weight in weights]
+
+
 def dummy_grads(weights: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-    """What stands for ``.grad`` of weights whose ``main_grad`` was written, where they take part in Megatron's protocol."""
-    if weights[0].is_cuda:
+    """What stands for ``.grad`` of the weights of one op whose ``main_grad`` was written, where they take part in
+    Megatron's protocol.
+    """
+    take_part = [hasattr(weight, "grad_added_to_main_grad") for weight in weights]
+    if True not in take_part:
+        return [None] * len(weights)
+    if not weights[0].is_cuda:
+        return [_cpu_dummy_grad(weight) for weight in weights]
+    if False in take_part or True in [getattr(weight, "zero_out_wgrad", False) for weight in weights]:
         dummies: list[torch.Tensor | None] = get_dummy_wgrads_for_params(list(weights))
         return dummies
-    return [_cpu_dummy_grad(weight) for weight in weights]
+    (first,) = get_dummy_wgrads_for_params([weights[0]])  # for each would take the host three times as long
+    for weight in weights:
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return [first, *[first.detach() for _ in weights[1:]]]  # each its own tensor, or autograd would copy them
 
 
 def _cpu_dummy_grad(weight: Any) -> torch.Tensor | None:
