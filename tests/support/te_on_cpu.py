@@ -183,6 +183,8 @@ def split_gemm(
 
 
 def grouped_gemm(a: Any, b: Any, out: Any, layout: str = "TN", accumulate: bool = False, **_: Any) -> None:
+    for operand in (a, b, out):  # Transformer Engine tells matrices that lie apart by this, and a tuple is none of both
+        assert isinstance(operand, (list, GroupedTensorStorage)), type(operand)
     products = _products(_matrices(a), _matrices(b), layout)
     targets = list(out) if isinstance(out, (list, tuple)) else _matrices(out)
     for target, product in zip(targets, products, strict=True):

@@ -123,4 +123,6 @@ def make_weights_again(ctx: OperationContext) -> None:
         if getattr(ctx, "use_grouped_tensor_path", None) is False:  # as the split path's forward does
             for weight in weights:
                 weight.update_usage(rowwise_usage=False, columnwise_usage=True)
-        ctx.saved_tensors = (*ctx.saved_tensors[:first], *weights, *ctx.saved_tensors[first + len(weights) :])
+        saved = list(ctx.saved_tensors)  # a list, as Transformer Engine has it, and looks whether slices of it are one
+        saved[first : first + len(weights)] = weights
+        ctx.saved_tensors = saved
