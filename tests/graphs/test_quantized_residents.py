@@ -125,6 +125,33 @@ def test_a_capture_that_failed_leaves_weights_and_gradients_as_they_were() -> No
     assert weight._transpose is None and weight._transpose_invalid and dense.grad is None
 
 
+def test_gradients_that_the_capture_made_are_the_graphs() -> None:
+    dense = torch.nn.Parameter(torch.ones(2))
+    residents = Residents([Holder(dense)])
+    residents.look()
+    dense.grad = torch.ones(2)
+    residents.note()
+    assert dense.grad is not None and residents.moved() is None
+
+
+def test_a_look_that_fails_restores_nothing_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, dense = fp8_weight(), torch.nn.Parameter(torch.ones(2))
+    residents = Residents([torch.nn.ModuleList([Holder(weight), Holder(dense)])])
+    residents.look()
+    residents.restore()  # that capture failed
+    dense.grad = torch.ones(2)
+    write_rows(weight)
+
+    def fail(weight: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(te_adapter, "turn", fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        residents.look()
+    residents.restore()
+    assert dense.grad is not None
+
+
 @pytest.mark.parametrize("name", ["_data", "_transpose", "_scale_inv"])
 def test_a_buffer_of_a_quantized_weight_that_moved_is_noticed(name: str) -> None:
     weight = fp8_weight()

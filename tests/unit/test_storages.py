@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te  # noqa: F401  # before its extension module
 import transformer_engine_torch as tex
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -23,7 +24,7 @@ from transformer_engine.pytorch.tensor import (
 )
 
 from te_offload.ops.te_adapter.carry import Taken, buffers_of, parts_of_slot
-from te_offload.ops.te_adapter.storages import bare, format_of, is_wrapper
+from te_offload.ops.te_adapter.storages import addresses, bare, format_of, has_buffers, is_wrapper, state_of
 from tests.support import block_formats, te_on_cpu
 
 E4M3 = tex.DType.kFloat8E4M3
@@ -193,3 +194,35 @@ def test_format_names_the_numbers_and_the_directions_that_are_there() -> None:
         "fp32",
         "",
     ]
+
+
+def holders(entry: Any) -> list[tuple[Any, str]]:
+    """Where the buffers of an entry are attributes, those of its parts too."""
+    found = []
+    for name, value in vars(entry).items():
+        if type(value) is torch.Tensor and value.numel() and "dims" not in name and "offsets" not in name:
+            found.append((entry, name))
+        elif isinstance(value, QuantizedTensorStorage):
+            found += holders(value)
+    return found
+
+
+@KINDS
+@pytest.mark.parametrize("internal", [True, False], ids=["storage", "wrapper"])
+def test_each_buffer_that_moves_changes_the_addresses_and_comes_back_with_the_state(kind: str, internal: bool) -> None:
+    entry = MAKERS[kind](internal=internal)
+    assert has_buffers(entry)
+    before, state = addresses(entry), state_of(entry)
+    places = holders(entry)
+    assert len(places) >= 1
+    for holder, name in places:
+        setattr(holder, name, getattr(holder, name).clone())
+        assert addresses(entry) != before, name
+        for one, attribute, value in state:
+            setattr(one, attribute, value)
+        assert addresses(entry) == before
+
+
+def test_a_plain_tensor_has_one_address_and_no_state() -> None:
+    tensor = numbers()
+    assert not has_buffers(tensor) and addresses(tensor) == (tensor.data_ptr(),) and state_of(tensor) == []

@@ -23,7 +23,7 @@ from te_offload.graphs.layers.virtual import VirtualMemory
 from te_offload.offload.transfer import Mark
 
 LARGEST = 64 << 20  # bytes of the largest piece of memory; smaller ones are halves of halves of it
-SLACK = 32 << 20  # bytes that may be free in pieces of other lengths, so that none is given back to be asked for again
+SLACK = 32 << 20  # bytes that may be free, as pieces of other lengths, so that none is given back to be asked for again
 
 
 class Piece:
@@ -205,9 +205,10 @@ class Bank:
         self._unlike = 0
 
     def relax(self) -> None:
-        """Give back what nobody has had at any time since the last call."""
-        self._unlike = min(self._unlike, self._spare)
-        self._release(self._spare - self._unlike, at_most=True)
+        """Give back what nobody has had at any time since the last call, if it is more than the slack."""
+        if self._spare > SLACK:
+            self._release(self._spare, at_most=True)
+        self._unlike = 0
         self._spare = self.held - self.used
 
     # Steps -----------------------------------------------------------------------------------------------------------
