@@ -23,9 +23,7 @@ from te_offload.graphs.layers.virtual import VirtualMemory
 from te_offload.offload.transfer import Mark
 
 LARGEST = 64 << 20  # bytes of the largest piece of memory; smaller ones are halves of halves of it
-SLACK = (
-    32 << 20
-)  # bytes that may lie idle, as pieces of other lengths, lest they be given back and asked for in each round
+SLACK = 32 << 20  # bytes that may lie idle, in pieces of other lengths, lest they go back and are asked for again
 
 
 class Piece:
