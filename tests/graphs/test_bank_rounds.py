@@ -90,29 +90,6 @@ def test_rounds_of_forwards_and_backwards_soon_map_next_to_nothing_and_hold_no_m
     assert 0 <= bank._spare <= (SLACK if jitter else 0)  # of what it holds, at the moment at which it needs most
 
 
-def test_pieces_that_do_not_fit_go_back_to_the_device_once_they_are_more_than_the_slack() -> None:
-    bank, memory, clock = make_bank()
-    large, small, middle = make_zones(memory, 64, 2, SLACK // MIB)
-    bank.occupy([large])
-    bank.drop([large])
-    bank.order(clock.mark)
-    bank.occupy([small])
-    assert memory.created == bank.held == 66 * MIB and large.pieces
-    bank.occupy([middle])
-    assert memory.created == bank.held == 2 * MIB + SLACK and not large.pieces
-
-
-def test_pieces_of_other_lengths_go_back_after_a_capture() -> None:
-    bank, memory, clock = make_bank()
-    large, small = make_zones(memory, 64, 2)
-    bank.occupy([large])
-    bank.drop([large])
-    bank.order(clock.mark)
-    bank.occupy([small])
-    bank.trim()
-    assert memory.created == bank.held == 2 * MIB
-
-
 def idle_then_small(bank: Bank, memory: PagedMemory, clock: Clock, *more: int) -> list[Zone]:
     """A zone of 64 MiB that was dropped, and others that are owned, of 2 MiB and as given."""
     large, *others = make_zones(memory, 64, 2, *more)
@@ -121,6 +98,21 @@ def idle_then_small(bank: Bank, memory: PagedMemory, clock: Clock, *more: int) -
     bank.order(clock.mark)
     bank.occupy(others)
     return [large, *others]
+
+
+def test_pieces_that_do_not_fit_go_back_to_the_device_once_they_are_more_than_the_slack() -> None:
+    bank, memory, clock = make_bank()
+    large, _ = idle_then_small(bank, memory, clock)
+    assert memory.created == bank.held == 66 * MIB and large.pieces
+    bank.occupy(make_zones(memory, SLACK // MIB))
+    assert memory.created == bank.held == 2 * MIB + SLACK and not large.pieces
+
+
+def test_pieces_of_other_lengths_go_back_after_a_capture() -> None:
+    bank, memory, clock = make_bank()
+    idle_then_small(bank, memory, clock)
+    bank.trim()
+    assert memory.created == bank.held == 2 * MIB
 
 
 def test_what_is_taken_while_nothing_is_free_is_not_of_the_slack() -> None:
