@@ -429,6 +429,7 @@ class Capture:
         self._lease.ended = "a later replay"
         self._residents.refresh()
         outputs = self._graph.replay()
+        self._residents.say_added()
         self._lease = lease = Lease()
         if self._raw:
             found = outputs

@@ -1,8 +1,9 @@
 """What a graph reads and writes without being given it: parameters, buffers and gradients of modules.
 
 In: modules. Out: `Residents`, which notices when one has moved. Keeps true: the tensor that is looked at is the one that
-the module has now; of a quantized one each buffer counts, and what a graph reads of it is not out of date. Does not: keep a
-module alive longer than its graph.
+the module has now; of a quantized one each buffer counts, and what a graph reads of it is not out of date; where gradients
+go to ``main_grad``, that stays too, and a replay says so as the backward would. Does not: keep a module alive longer than
+its graph.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class Residents:
         self._before: list[tuple[Any, str, Any]] = []  # the capture
         self._buffers: list[tuple[int, ...]] = []
         self._turned: list[tuple[torch.Tensor, bool]] = []
+        self._flags: list[tuple[Any, Any]] = []  # before the capture, of parameters in Megatron's protocol
+        self._added: list[Any] = []  # to the main_grad of which the graph adds gradients
+        self._main_grads: list[tuple[str, Any, tuple[int, bool]]] = []
         self._addresses: list[int] = []
         self._grads: list[int] = []
         self._learns: list[bool] = []
@@ -51,22 +55,37 @@ class Residents:
         does not take them to be right as soon as that is captured.
         """
         self._before = []
+        self._flags = []
         self._turned = [(tensor, False) for _, tensor in self._wrappers if te_adapter.is_turned(tensor) is not None]
         self.refresh()
         self._buffers = [te_adapter.addresses(tensor) for _, tensor in self._wrappers]
         self._before = [one for _, tensor in self._wrappers for one in te_adapter.state_of(tensor)]
         if self._looks_at_grads:
             self._before += [(parameter, "grad", parameter.grad) for _, parameter in self._parameters]
+        added = te_adapter.ADDED
+        self._flags = [(one, getattr(one, added)) for _, one in self._parameters if hasattr(one, added)]
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """What is captured next begins as if nothing had been captured since `look`."""
+        for entry, name, value in self._before:
+            setattr(entry, name, value)
+        for parameter, _ in self._flags:
+            setattr(parameter, te_adapter.ADDED, False)
 
     def restore(self) -> None:
         """Nothing was done by what was captured since `look`, and so quantized weights have no buffers of the graph's, and
         gradients are what they were.
         """
-        for entry, name, value in self._before:
-            setattr(entry, name, value)
+        self.begin_again()
+        for parameter, value in self._flags:
+            setattr(parameter, te_adapter.ADDED, value)
 
     def note(self) -> None:
         """A capture has ended: where all is now is where it has to stay."""
+        self._added = [parameter for parameter, _ in self._flags if getattr(parameter, te_adapter.ADDED)]
+        places = [(title, one, te_adapter.main_grad_place(one)) for title, one in self._parameters]
+        self._main_grads = [(title, one, place) for title, one, place in places if place is not None]
         self._turned = [(tensor, not te_adapter.is_turned(tensor)) for tensor, _ in self._turned]
         self._before = [one for one in self._before if one[1] != "grad"]
         self.restore()
@@ -91,13 +110,19 @@ class Residents:
         for (title, parameter), learns in zip(self._parameters, self._learns, strict=True):
             if parameter.requires_grad is not learns:
                 return f"{title}.requires_grad was {learns} and is {not learns}"
+        for title, parameter, (address, overwrites) in self._main_grads:
+            found = te_adapter.main_grad_place(parameter) or (0, overwrites)
+            if found[0] != address:
+                return f"{title}.main_grad was at {address:#x} and is at {found[0]:#x} (0: there is none)"
+            if found[1] is not overwrites:
+                return f"{title}.overwrite_main_grad was {overwrites} and is {found[1]}"
         for (title, parameter), address in zip(
             self._parameters if self._looks_at_grads else (), self._grads, strict=False
         ):
-            found = _address(parameter.grad)
-            if found != address:
+            now_at = _address(parameter.grad)
+            if now_at != address:
                 advice = "zero it in the captured function, or with set_to_none=False"
-                return f"{title}.grad was at {address:#x} and is at {found:#x} (0: there is none): {advice}"
+                return f"{title}.grad was at {address:#x} and is at {now_at:#x} (0: there is none): {advice}"
         return None
 
     def refresh(self) -> None:
@@ -107,6 +132,11 @@ class Residents:
         for weight, by_graph in self._turned:
             if by_graph or not te_adapter.is_turned(weight):
                 te_adapter.turn(weight)
+
+    def say_added(self) -> None:
+        """A backward was replayed: its gradients are in ``main_grad``, and hooks must not add what stands for ``.grad``."""
+        for parameter in self._added:
+            setattr(parameter, te_adapter.ADDED, True)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te_offload.errors import ArgumentError
+from te_offload.fused.kernels import experts as places
 from te_offload.fused.kernels.experts import TMA_BYTES, Experts, ExpertsCache, places_of
 
 
@@ -43,6 +45,20 @@ def test_weights_that_stay_are_looked_at_once_and_moved_ones_again() -> None:
     assert cache.get("fc1", weights) is first
     weights[1] = torch.zeros(8, 8)
     assert cache.get("fc1", weights) is not first
+
+
+def test_what_a_graph_reads_is_kept_while_the_weights_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for an evaluation with averaged weights: they come back for the next replay."""
+    weights, cache = [torch.zeros(8, 8) for _ in range(3)], ExpertsCache()
+    elsewhere = [weight.clone() for weight in weights]
+    for captures in (True, False):
+        monkeypatch.setattr(places, "_in_capture", lambda _, captures=captures: captures)
+        found = cache.get("fc1", weights)
+        table = weakref.ref(found.table)
+        del found
+        cache.get("fc1", elsewhere)
+        assert (table() is not None) is captures
+        cache = ExpertsCache()
 
 
 def test_copy_of_a_cache_knows_nothing() -> None:

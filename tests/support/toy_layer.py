@@ -22,7 +22,7 @@ from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.pool import SegmentPool
 from te_offload.graphs.layers.space import Extent, Space
 from te_offload.offload.transfer import CpuTransfer
-from te_offload.ops import ScaledSReLU
+from te_offload.ops import ScaledSReLU, te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import SavedSlot, SaveState, SlotName, Watch
 from tests.support.paged_memory import PagedMemory
@@ -195,6 +195,7 @@ class _Toy(torch.autograd.Function):
         machine.ran = lambda: run(*[at(*place) for place in places])
         ctx.machine = machine
         ctx.kind = kind
+        ctx.weight = weight
         ctx.mask = None if kind == "saves two" else mask
         ctx.slot = None
         if op is not None:
@@ -213,18 +214,25 @@ class _Toy(torch.autograd.Function):
         machine: Machine = ctx.machine
         if machine.capturing and machine.pool is not None and machine.fails_at == "backward":
             raise RuntimeError("injected: backward")
-        scratch, of_x, of_weight = machine.take(x.shape), machine.take(x.shape), machine.take(weight.shape)
+        into_main_grad = ctx.kind == "main_grad"
+        adds = into_main_grad and te_adapter.accumulates_into_main_grad(ctx.weight)
+        scratch, of_x = machine.take(x.shape), machine.take(x.shape)
+        of_weight = ctx.weight.main_grad if into_main_grad else machine.take(weight.shape)
 
         def run(*tensors: torch.Tensor) -> None:
             grad, x, inner, mask, scratch, of_x, of_weight = tensors
             torch.mul(grad, (inner > 0) * mask * 2, out=scratch)  # what lies elsewhere is read after this is written
             torch.mul(grad * (inner > 0) * mask, weight.detach(), out=of_x)
-            torch.sum(scratch * x / 2, dim=0, out=of_weight)
+            of_weight.copy_(torch.sum(scratch * x / 2, dim=0) + (of_weight if adds else 0))
 
         tensors = grad, x.detach(), inner, mask, scratch, of_x, of_weight
-        run(*tensors)
+        if not (into_main_grad and machine.capturing):  # which computes nothing
+            run(*tensors)
         places = [_place(tensor) for tensor in tensors]
         machine.ran = lambda: run(*[at(*place) for place in places])
+        if into_main_grad:
+            ctx.weight.grad_added_to_main_grad = True
+            of_weight = torch.full_like(ctx.weight, torch.nan)  # a dummy, as Transformer Engine's: anything
         return inner if ctx.kind == "returns what it saved" else of_x, of_weight, None, None, None
 
 

@@ -86,10 +86,13 @@ def places_of(begins: Sequence[int]) -> tuple[int, list[int], int]:
 
 
 class ExpertsCache:
-    """The last `Experts` of each of some names, as long as the tensors stay where they are."""
+    """The last `Experts` of each of some names, as long as the tensors stay where they are; and all that CUDA graphs read,
+    whose tables must not be given up: the tensors may be elsewhere for a while, and be back for the next replay.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Any, Experts]] = {}
+        self._captured: dict[tuple[Any, ...], Experts] = {}
         self._in_order: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> ExpertsCache:
@@ -129,6 +132,8 @@ class ExpertsCache:
                 warnings.warn(f"{error} Until then they are copied in each forward and backward.", stacklevel=2)
                 stacked = _stacked(tensors)
                 return self._together(name, stacked if dtype is None else stacked.view(dtype))
+        if _in_capture(tensors[0]):
+            self._captured[name, begins, known[1].view.dtype] = known[1]
         return known[1]
 
     def _together(self, name: str, tensor: torch.Tensor) -> Experts:
@@ -140,6 +145,10 @@ class ExpertsCache:
         if table is None:
             table = self._in_order[key] = torch.arange(key[0], dtype=torch.int32, device=key[1])
         return Experts(tensor, table)
+
+
+def _in_capture(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

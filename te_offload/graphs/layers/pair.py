@@ -75,6 +75,7 @@ class GraphPair:
 
     Attributes:
         copied: backwards whose gradients came in with other strides, and were copied.
+        after_backward: called when one was replayed.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class GraphPair:
         self._between = Between()
         self._layouts = layouts
         self.copied = 0
+        self.after_backward: Callable[[], None] = lambda: None
         self._flights: weakref.WeakSet[Flight] = weakref.WeakSet()
         self._closed = False
         self._grads: Buffers | None = None
@@ -415,10 +417,11 @@ class GraphPair:
         finally:
             space.bank.drop(self._in_backward)
         tensors = iter(made(self._runs, storages))
-        results = [
-            constant if item is None else next(tensors)
+        results = [  # constants as tensors of their own, or autograd would copy them
+            (None if constant is None else constant.detach()) if item is None else next(tensors)
             for item, constant in zip(self._gradients, self._constants, strict=True)
         ]
+        self.after_backward()
         for place in flight.kept:
             grad = results[place]
             results[place] = None if grad is None else grad.clone()

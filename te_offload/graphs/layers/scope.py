@@ -186,6 +186,9 @@ class LayerScope:
         pair: GraphPair | None = None
         try:
             self._residents.look()
+            why = te_adapter.reason_against_backward_graphs(self.module)
+            if why is not None:
+                raise CaptureError(f"{why}.")
             check_process_groups()
             check_captures(self._ground.device)
             function = functools.partial(_again, self._residents, self._function)
@@ -230,6 +233,8 @@ class LayerScope:
         self._modes = [(title, part, part.training) for title, part in self.module.named_modules()]
         self._residents.note()
         self._pair = pair
+        if pair is not None:
+            pair.after_backward = self._residents.say_added
         self._state = change(self._state, CaptureState.CAPTURED)
 
     def _start_over(self, difference: str) -> None:
@@ -281,7 +286,7 @@ class _Replay(torch.autograd.Function):
 
 def _again(residents: Residents, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a function to capture it, as if it had not been run for the rehearsal."""
-    residents.restore()
+    residents.begin_again()
     return function(*args, **kwargs)
 
 

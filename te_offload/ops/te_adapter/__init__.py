@@ -35,12 +35,10 @@ from te_offload.ops.te_adapter.fusion import (
     GROUPED_LINEAR_GRAD_INPUT_KEY,
     GROUPED_LINEAR_OUTPUT_KEY,
     FusionFunction,
-    accumulates_into_main_grad,
     active_recipe,
     clamped_numbers,
     cublaslt_version,
     dims_reason,
-    dummy_grads,
     forget_fusions,
     fuse_windows,
     fused_glu_activations,
@@ -49,8 +47,6 @@ from te_offload.ops.te_adapter.fusion import (
     fused_unary_class,
     grouped_path_supported,
     is_grouped_tensor,
-    main_grad_of,
-    main_grads_of,
     put_together,
     quantization_enabled,
     reason_against_replays,
@@ -75,6 +71,15 @@ from te_offload.ops.te_adapter.layouts import (
     restore_act_input,
     save_act_input,
 )
+from te_offload.ops.te_adapter.main_grads import (
+    ADDED,
+    accumulates_into_main_grad,
+    dummy_grads,
+    main_grad_of,
+    main_grad_place,
+    main_grads_of,
+    reason_against_backward_graphs,
+)
 from te_offload.ops.te_adapter.pipeline import STAND_INS, use_stand_ins
 from te_offload.ops.te_adapter.storages import addresses, has_buffers, is_turned, state_of, turn
 from te_offload.ops.te_adapter.switches import (
@@ -92,6 +97,7 @@ from te_offload.ops.te_adapter.switches import (
 from te_offload.ops.te_adapter.weights import let_go_of_fused_weights, let_go_of_weights, make_weights_again
 
 __all__ = [
+    "ADDED",
     "GROUPED_LINEAR_GRAD_INPUT_KEY",
     "GROUPED_LINEAR_OUTPUT_KEY",
     "NOT_OFFLOAD",
@@ -143,6 +149,7 @@ __all__ = [
     "let_go_of_fused_weights",
     "let_go_of_weights",
     "main_grad_of",
+    "main_grad_place",
     "main_grads_of",
     "make_weights_again",
     "mark_activations",
@@ -156,6 +163,7 @@ __all__ = [
     "read_activation",
     "read_fused",
     "read_grouped_linear",
+    "reason_against_backward_graphs",
     "reason_against_replays",
     "recipe_key",
     "recipe_reason",

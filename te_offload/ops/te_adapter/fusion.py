@@ -1,4 +1,4 @@
-"""Quantized wrappers, gradients, and the fusions of Transformer Engine.
+"""Quantized wrappers, and the fusions of Transformer Engine.
 
 In: ops, tensors, recipes. Out: what Transformer Engine would do with them. Keeps true: a fusion is registered once. Does
 not: know saved layouts.
@@ -6,7 +6,6 @@ not: know saved layouts.
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +13,6 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
-from transformer_engine.pytorch.ops._common import (
-    get_accumulate_flag_in_param,
-    get_dummy_wgrads_for_params,
-    get_main_grad_from_param,
-)
 from transformer_engine.pytorch.ops.basic import grouped_linear as te_grouped_linear
 from transformer_engine.pytorch.ops.fused import grouped_mlp as te_grouped_mlp
 from transformer_engine.pytorch.ops.fuser import OperationFuser
@@ -28,7 +22,6 @@ from transformer_engine.pytorch.tensor import GroupedTensor
 
 GROUPED_LINEAR_OUTPUT_KEY: str = te_grouped_linear.OUTPUT_BUFFER_KEY
 GROUPED_LINEAR_GRAD_INPUT_KEY: str = te_grouped_linear.GRAD_INPUT_BUFFER_KEY
-_MAIN_GRAD, _SHAPE = map(operator.attrgetter, ("main_grad", "shape"))
 
 
 def quantization_enabled() -> bool:
@@ -55,60 +48,6 @@ def put_together(shell: Any, buffers: list[torch.Tensor | None]) -> torch.Tensor
 def is_grouped_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a GroupedTensor wrapper (which is no QuantizedTensor)."""
     return isinstance(tensor, GroupedTensor)
-
-
-def main_grad_of(weight: torch.nn.Parameter) -> torch.Tensor:
-    """``main_grad`` of a weight, refreshed from FSDP where that applies. Raises RuntimeError where there is none."""
-    main_grad: torch.Tensor = get_main_grad_from_param(weight, op_label="GroupedLinear")
-    return main_grad
-
-
-def main_grads_of(weights: Sequence[torch.nn.Parameter], shape: tuple[int, ...]) -> list[torch.Tensor]:
-    """`main_grad_of` weights, as tensors of a shape; a tenth of the host's time where they are plain tensors of it.
-
-    Raises:
-        RuntimeError: one has none, or cannot be viewed so.
-    """
-    if True not in [hasattr(weight, "__fsdp_param__") for weight in weights]:
-        try:
-            grads = list(map(_MAIN_GRAD, weights))
-            if list(map(_SHAPE, grads)).count(shape) == len(grads):
-                return grads
-        except AttributeError:  # one has none: said below
-            pass
-    return [main_grad_of(weight).view(shape) for weight in weights]
-
-
-def dummy_grads(weights: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-    """What stands for ``.grad`` of the weights of one op whose ``main_grad`` was written, where they take part in
-    Megatron's protocol.
-    """
-    take_part = [hasattr(weight, "grad_added_to_main_grad") for weight in weights]
-    if True not in take_part:
-        return [None] * len(weights)
-    if not weights[0].is_cuda:
-        return [_cpu_dummy_grad(weight) for weight in weights]
-    if False in take_part or True in [getattr(weight, "zero_out_wgrad", False) for weight in weights]:
-        dummies: list[torch.Tensor | None] = get_dummy_wgrads_for_params(list(weights))
-        return dummies
-    (first,) = get_dummy_wgrads_for_params([weights[0]])  # for each would take the host three times as long
-    for weight in weights:
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return [first, *[first.detach() for _ in weights[1:]]]  # each its own tensor, or autograd would copy them
-
-
-def _cpu_dummy_grad(weight: Any) -> torch.Tensor | None:
-    """The same on the CPU; Transformer Engine's allocates on a GPU."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return make(weight.shape, dtype=weight.dtype)
-
-
-def accumulates_into_main_grad(weight: torch.nn.Parameter) -> bool:
-    """Whether wgrad adds to ``main_grad``; ``False`` where the weight says ``overwrite_main_grad``."""
-    return bool(get_accumulate_flag_in_param(weight))
 
 
 def takes_grouped_path(dtype: torch.dtype) -> bool:
