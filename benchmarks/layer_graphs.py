@@ -1,13 +1,14 @@
 """Layers as graphs of their own, with offloading between them and without, beside eager ones: time and memory.
 
     ./run benchmarks.layer_graphs [--layers 24 --experts 8 --hidden 4096 --ffn 2048 --tokens 32768] [--fraction 0.25]
-                                  [--recipe bf16|current|blocks] [--weights-made-again] [--ways eager "layer graphs"]
-                                  [--rounds 10] [--max-in-flight 256MiB] [--json FILE]
+                                  [--recipe bf16|current|blocks] [--weights-made-again] [--main-grad]
+                                  [--ways eager "layer graphs"] [--rounds 10] [--max-in-flight 256MiB] [--json FILE]
 
 A layer is a norm, a grouped MLP of te_offload and a residual; what comes before the first one has a parameter too, as an
 embedding has, so that each layer's input requires a gradient. Gradients stay from step to step and are zeroed, as under a
-distributed optimizer. With a recipe forwards stand inside ``te.autocast``, and `--weights-made-again` keeps no quantized
-weights between forward and backward. Each way runs a few steps in a process of its own, where `least free` is the least
+distributed optimizer; with `--main-grad` wgrad itself adds the experts' to ``main_grad`` (of the weights' dtype), and not
+autograd. With a recipe forwards stand inside ``te.autocast``, and `--weights-made-again` keeps no quantized weights between
+forward and backward. Each way runs a few steps in a process of its own, where `least free` is the least
 that `cudaMemGetInfo` said, sampled all the time from before the first step on; then all ways are timed in one process,
 interleaved and in both orders: medians over the rounds, by events of the GPU, of two steps in a row with other inputs.
 """
@@ -45,10 +46,11 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Layer(torch.nn.Module):
     """A norm, experts, and a residual."""
 
-    def __init__(self, experts: int, hidden: int, ffn: int, *, keep_weights: bool) -> None:
+    def __init__(self, experts: int, hidden: int, ffn: int, *, keep_weights: bool, main_grad: bool) -> None:
         super().__init__()
         size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
         size["keep_quantized_weight"] = keep_weights
+        size["accumulate_into_main_grad"] = main_grad
         self.norm = te.RMSNorm(hidden, device="cuda", dtype=torch.bfloat16)
         self.experts = te.ops.Sequential(
             ops.GroupedLinear(experts, hidden, ffn, **size),
@@ -72,15 +74,17 @@ class Way:
     def __init__(self, name: str, arguments: argparse.Namespace, layers: torch.nn.ModuleList | None = None) -> None:
         torch.manual_seed(0)
         size = arguments.experts, arguments.hidden, arguments.ffn
-        keep = not arguments.weights_made_again
-        self.layers = torch.nn.ModuleList(Layer(*size, keep_weights=keep) for _ in range(arguments.layers))
+        kind = {"keep_weights": not arguments.weights_made_again, "main_grad": arguments.main_grad}
+        self.layers = torch.nn.ModuleList(Layer(*size, **kind) for _ in range(arguments.layers))
         self._recipe = RECIPES[arguments.recipe]
         if layers is not None:
             for ours, theirs in zip(self.layers.parameters(), layers.parameters(), strict=True):
                 ours.data = theirs.data
         self.before = torch.nn.Parameter(torch.ones(arguments.hidden, device="cuda", dtype=torch.bfloat16))
-        for parameter in (self.before, *self.layers.parameters()):
-            parameter.grad = torch.zeros_like(parameter)
+        self._grads: list[torch.Tensor] = []
+        for name, parameter in (("before", self.before), *self.layers.named_parameters()):
+            self._grads.append(torch.zeros_like(parameter))
+            setattr(parameter, "main_grad" if arguments.main_grad and ".experts." in name else "grad", self._grads[-1])
         self.session: OffloadSession | None = None
         if "offload" in name:
             self.session = OffloadSession(
@@ -96,8 +100,7 @@ class Way:
 
     def step(self, inputs: Inputs) -> None:
         """Forward and backward."""
-        parameters = self.before, *self.layers.parameters()
-        torch._foreach_zero_([parameter.grad for parameter in parameters if parameter.grad is not None])
+        torch._foreach_zero_(self._grads)
         if self.session is None:
             self._pass(inputs)
         else:
@@ -190,6 +193,7 @@ def main() -> None:
     parser.add_argument("--fraction", type=float, default=0.25, help="of the bytes that may go")
     parser.add_argument("--recipe", choices=RECIPES, default="bf16")
     parser.add_argument("--weights-made-again", action="store_true", help="keep_quantized_weight=False")
+    parser.add_argument("--main-grad", action="store_true", help="accumulate_into_main_grad")
     parser.add_argument("--max-in-flight", default="256MiB", help="of the sessions")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which; the first is compared with")
     parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
@@ -224,7 +228,8 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; L{arguments.layers} E{arguments.experts} "
         f"H{arguments.hidden} F{arguments.ffn} T{arguments.tokens} {arguments.recipe}"
-        f"{', weights made again' if arguments.weights_made_again else ''}, fused, fraction {arguments.fraction}; "
+        f"{', weights made again' if arguments.weights_made_again else ''}{', main_grad' if arguments.main_grad else ''}, "
+        f"fused, fraction {arguments.fraction}; "
         f"{arguments.rounds} rounds\n"
     )
     print(
@@ -239,10 +244,11 @@ def main() -> None:
         )
     if arguments.json:
         result = {
-            "schema": "1.1",
+            "schema": "1.2",
             "shape": [arguments.layers, arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens],
             "recipe": arguments.recipe,
             "weights_made_again": arguments.weights_made_again,
+            "main_grad": arguments.main_grad,
             "fraction": arguments.fraction,
             "rows": rows,
         }

@@ -47,18 +47,36 @@ def test_weights_that_stay_are_looked_at_once_and_moved_ones_again() -> None:
     assert cache.get("fc1", weights) is not first
 
 
-def test_what_a_graph_reads_is_kept_while_the_weights_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for an evaluation with averaged weights: they come back for the next replay."""
-    weights, cache = [torch.zeros(8, 8) for _ in range(3)], ExpertsCache()
-    elsewhere = [weight.clone() for weight in weights]
+def test_weights_that_are_back_are_known_until_they_were_at_three_other_places_since() -> None:
+    """A capture may copy no table to the GPU; and places that change all the time must not add up."""
+    home, cache = [torch.zeros(8, 8) for _ in range(3)], ExpertsCache()
+    others = [[torch.zeros(8, 8) for _ in range(3)] for _ in range(4)]
+    first = cache.get("fc1", home)
+    for elsewhere in (*others[:3], others[0]):
+        cache.get("fc1", elsewhere)
+        assert cache.get("fc2", elsewhere) is not first
+    assert cache.get("fc1", home) is first
+    table = weakref.ref(first.table)
+    del first
+    for elsewhere in others:
+        assert table() is not None
+        cache.get("fc1", elsewhere)
+    assert table() is None
+
+
+def test_what_a_graph_reads_is_kept_wherever_the_weights_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = [torch.zeros(8, 8) for _ in range(3)]
+    others = [[torch.zeros(8, 8) for _ in range(3)] for _ in range(4)]
     for captures in (True, False):
+        cache = ExpertsCache()
         monkeypatch.setattr(places, "_in_capture", lambda _, captures=captures: captures)
-        found = cache.get("fc1", weights)
+        found = cache.get("fc1", home)
         table = weakref.ref(found.table)
         del found
-        cache.get("fc1", elsewhere)
+        monkeypatch.setattr(places, "_in_capture", lambda _: False)
+        for elsewhere in others:
+            cache.get("fc1", elsewhere)
         assert (table() is not None) is captures
-        cache = ExpertsCache()
 
 
 def test_copy_of_a_cache_knows_nothing() -> None:

@@ -19,6 +19,7 @@ from te_offload.errors import ArgumentError
 TMA_BYTES = 16  # what addresses and strides of a TMA descriptor must be multiples of (CUDA driver API, tensor map)
 _ADDRESS = torch.Tensor.data_ptr
 _COARSEST = 1 << 20  # bytes; a coarser step gains nothing
+_KEPT = 4  # places of one set of tensors that are known: a table of a few hundred bytes each
 _PLACES = 1 << 31  # that a TMA coordinate, and the table, can tell apart
 
 
@@ -86,12 +87,12 @@ def places_of(begins: Sequence[int]) -> tuple[int, list[int], int]:
 
 
 class ExpertsCache:
-    """The last `Experts` of each of some names, as long as the tensors stay where they are; and all that CUDA graphs read,
-    whose tables must not be given up: the tensors may be elsewhere for a while, and be back for the next replay.
+    """The last few `Experts` of each of some names: tensors may lie elsewhere for a while, as weights do for an evaluation
+    with their averages. And all that CUDA graphs read, whose tables must not be given up.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Any, Experts]] = {}
+        self._known: dict[str, list[tuple[Any, Experts]]] = {}  # the last one first
         self._captured: dict[tuple[Any, ...], Experts] = {}
         self._in_order: dict[tuple[int, torch.device], torch.Tensor] = {}
 
@@ -109,8 +110,8 @@ class ExpertsCache:
         written: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Experts:
-        """`Experts.of` the tensors, made anew only where one has moved. Where they lie too far apart: of a copy, which each
-        call makes anew and warns of, unless they are to be ``written``.
+        """`Experts.of` the tensors, made only where they are not where they were before. Where they lie too far apart: of a
+        copy, which each call makes anew and warns of, unless they are to be ``written``.
 
         Args:
             name: of this set of tensors. tensors: N (F, H), or one (N, F, H).
@@ -121,20 +122,26 @@ class ExpertsCache:
         """
         if isinstance(tensors, torch.Tensor):
             return self._together(name, tensors)
-        begins = tuple(map(_ADDRESS, tensors))
-        known = self._known.get(name)
-        if known is None or known[0] != begins or known[1].view.dtype != (dtype or tensors[0].dtype):
-            try:
-                known = self._known[name] = begins, Experts.of(name, tensors, dtype)
-            except TooFarApartError as error:
-                if written:
-                    raise
-                warnings.warn(f"{error} Until then they are copied in each forward and backward.", stacklevel=2)
-                stacked = _stacked(tensors)
-                return self._together(name, stacked if dtype is None else stacked.view(dtype))
+        key = dtype or tensors[0].dtype, *map(_ADDRESS, tensors)
+        known = self._known.setdefault(name, [])
+        if not known or known[0][0] != key:
+            place = next((number for number, one in enumerate(known) if one[0] == key), None)
+            if place is not None:
+                known.insert(0, known.pop(place))
+            else:
+                try:
+                    known.insert(0, (key, Experts.of(name, tensors, dtype)))
+                except TooFarApartError as error:
+                    if written:
+                        raise
+                    warnings.warn(f"{error} Until then they are copied in each forward and backward.", stacklevel=2)
+                    stacked = _stacked(tensors)
+                    return self._together(name, stacked if dtype is None else stacked.view(dtype))
+                del known[_KEPT:]
+        found = known[0][1]
         if _in_capture(tensors[0]):
-            self._captured[name, begins, known[1].view.dtype] = known[1]
-        return known[1]
+            self._captured[name, key] = found
+        return found
 
     def _together(self, name: str, tensor: torch.Tensor) -> Experts:
         """Each call makes a new value of two tensors that are there: nothing to look up, or to keep alive."""
