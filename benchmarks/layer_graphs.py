@@ -82,9 +82,9 @@ class Way:
                 ours.data = theirs.data
         self.before = torch.nn.Parameter(torch.ones(arguments.hidden, device="cuda", dtype=torch.bfloat16))
         self._grads: list[torch.Tensor] = []
-        for name, parameter in (("before", self.before), *self.layers.named_parameters()):
+        for title, parameter in (("before", self.before), *self.layers.named_parameters()):
             self._grads.append(torch.zeros_like(parameter))
-            setattr(parameter, "main_grad" if arguments.main_grad and ".experts." in name else "grad", self._grads[-1])
+            setattr(parameter, "main_grad" if arguments.main_grad and ".experts." in title else "grad", self._grads[-1])
         self.session: OffloadSession | None = None
         if "offload" in name:
             self.session = OffloadSession(

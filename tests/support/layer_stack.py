@@ -50,12 +50,12 @@ def batches(count: int) -> Iterator[Batch]:
         yield x, sizes.cuda(), torch.rand(TOKENS, generator=random).cuda()
 
 
-def loss_of(model: Model, batch: Batch) -> torch.Tensor:
+def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     loss: torch.Tensor = model(*batch).float().square().mean()
     return loss
 
 
-def train(model: Model, batch: Batch, session: OffloadSession | None = None) -> torch.Tensor:
+def train(model: torch.nn.Module, batch: Batch, session: OffloadSession | None = None) -> torch.Tensor:
     """Forward, backward, and SGD without an optimizer's state."""
     parameters: list[torch.Tensor] = list(model.parameters())
     for parameter in parameters:

@@ -276,6 +276,9 @@ class FakeGround(Ground):
     def wait_for_gradients(self) -> None:
         """There are no streams."""
 
+    def note_reader(self, stream: Any = None) -> None:
+        """There are no streams."""
+
     def begin_replay(self) -> None:
         self.order()
 

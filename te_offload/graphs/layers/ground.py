@@ -53,7 +53,8 @@ class Ground:
         self.raises_overflow = True
         self.quantized = True
         self._warns = _set_warning(on=False)
-        self._gradients_read = torch.cuda.Event()
+        self._readers: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}  # of gradients, by handles
+        self.note_reader(self.stream)
         self._replays_on: torch.cuda.Stream | None = None
         self._leader: object = None
         self._rounds = 0
@@ -79,11 +80,21 @@ class Ground:
     def wait_for_gradients(self) -> None:
         """A backward's graph is replayed next: it comes after what reads the gradients of those before it.
 
-        A node that accumulates gradients may run on the stream of the warm-up (see `_set_warning`), and torch's allocator,
-        which would know, does not own this memory.
+        A node that accumulates gradients may run on the stream of the warm-up (see `_set_warning`), or on the one on which
+        whoever holds it made it, and torch's allocator, which would know, does not own this memory.
         """
-        self._gradients_read.record(self.stream)
-        self._gradients_read.wait()
+        current = torch._C._cuda_getCurrentRawStream(self.device.index)
+        for handle, (stream, event) in self._readers.items():
+            if handle != current:
+                event.record(stream)
+                event.wait()
+
+    def note_reader(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Gradients of the layers' parameters are read on a stream; ``None``: on the current one."""
+        if stream is None:
+            stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream not in self._readers:
+            self._readers[stream.cuda_stream] = stream, torch.cuda.Event()
 
     def begin_round(self, pair: object) -> None:
         """A forward is replayed: with the first one that comes again, another round has begun."""

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from te_offload.errors import BackwardTwiceError, CaptureError, StateError
 from te_offload.graphs.backend import CudaBackend, CudaRecording, Pool
+from te_offload.graphs.layers.aliases import Aliases, aliased
 from te_offload.graphs.layers.between import Between
 from te_offload.graphs.layers.buffers import Buffers, strides_of
 from te_offload.graphs.layers.ground import Ground
@@ -72,6 +73,7 @@ class GraphPair:
         ground: memory, stream and marks. name: of the layer, for messages. module: the layer.
         function: its forward. structure, leaves: of the arguments. moving: which leaves are tensors that may lie anywhere.
         layouts: strides of the gradients that come in, by the number of the output, where they are known.
+        begin: called before each run that is captured, the rehearsal too.
 
     Attributes:
         copied: backwards whose gradients came in with other strides, and were copied.
@@ -88,6 +90,7 @@ class GraphPair:
         leaves: Sequence[Any],
         moving: Sequence[int],
         layouts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -107,7 +110,7 @@ class GraphPair:
         self._segments: list[int] = []
         self._pool: SegmentPool | None = None
         self._between = Between()
-        self._layouts = layouts
+        self._layouts, self._begin = layouts, begin
         self.copied = 0
         self.after_backward: Callable[[], None] = lambda: None
         self._flights: weakref.WeakSet[Flight] = weakref.WeakSet()
@@ -147,6 +150,11 @@ class GraphPair:
         self._structure_out = run.structure
 
     def _run(self, pool: Pool, grad_outputs: list[torch.Tensor] | None) -> _Run:
+        self._begin()
+        with aliased(self._module) as aliases:
+            return self._run_with(aliases, pool, grad_outputs)
+
+    def _run_with(self, aliases: Aliases, pool: Pool, grad_outputs: list[torch.Tensor] | None) -> _Run:
         """Capture both into one pool, so that the backward uses again what it has read; without ``grad_outputs`` as a
         rehearsal.
         """
@@ -185,7 +193,8 @@ class GraphPair:
             numbers = [n for n, one in enumerate(run.outputs) if isinstance(one, torch.Tensor) and one.requires_grad]
             layouts = {place: self._layouts[number] for place, number in enumerate(numbers) if number in self._layouts}
             self._grads = Buffers(ground, outputs, layouts)
-        wanted = [leaves[number] for number in self._differentiable] + self.parameters
+        wanted = [leaves[number] for number in self._differentiable]
+        wanted += [*aliases.of(self.parameters), *self.parameters]
         if not outputs or not wanted:
             return run
         assert self._grads is not None
@@ -203,7 +212,7 @@ class GraphPair:
         elsewhere |= {one.untyped_storage().data_ptr() for one in given}
 
         def run_backward() -> list[torch.Tensor | None]:
-            found = torch.autograd.grad(edges, wanted, given, allow_unused=True)
+            found = aliases.one_each(torch.autograd.grad(edges, wanted, given, allow_unused=True), len(self.parameters))
             return [None if one is None else _own(one.detach(), elsewhere) for one in found]
 
         try:

@@ -11,7 +11,7 @@ import collections
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class LayerScope:
         self._layouts: dict[int, tuple[int, ...]] = {}  # of gradients of the warm-up's outputs
         self._modes: list[tuple[str, torch.nn.Module, bool]] = []
         self._residents = Residents([module], grads=False)
+        self._watched: list[Any] = []  # handles of hooks of parameters
         self._had = module.__dict__.get("forward")
         self._function = module.forward
         module.forward = self
@@ -155,12 +156,28 @@ class LayerScope:
     def _warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self._runs += 1
+            self._watch_readers()
         backend = CudaBackend(self._ground.device, None, self._ground.stream)
         found = backend.warm_up(lambda: self._function(*args, **kwargs))
         for number, one in enumerate(pytree.tree_leaves(found)):
             if isinstance(one, torch.Tensor) and one.requires_grad and not one.is_leaf:
                 one.register_hook(functools.partial(_note_layout, self._layouts, number))
         return found
+
+    def _watch_readers(self) -> None:
+        """Have the warm-up's backward tell on which streams gradients are accumulated: a replay has to wait for those."""
+
+        def note(ground: Ground, _: torch.Tensor) -> None:
+            ground.note_reader()
+
+        if not self._watched:
+            hook = functools.partial(note, self._ground)
+            self._watched = [one.register_hook(hook) for one in self.module.parameters() if one.requires_grad]
+
+    def _watch_no_readers(self) -> None:
+        for handle in self._watched:
+            handle.remove()
+        self._watched = []
 
     def _eagerly(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.eager[why] += 1
@@ -183,6 +200,7 @@ class LayerScope:
 
     def _record(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> None:
         self._state = change(self._state, CaptureState.CAPTURING)
+        self._watch_no_readers()
         pair: GraphPair | None = None
         try:
             self._residents.look()
@@ -191,13 +209,20 @@ class LayerScope:
                 raise CaptureError(f"{why}.")
             check_process_groups()
             check_captures(self._ground.device)
-            function = functools.partial(_again, self._residents, self._function)
             signature = Signature.of(args, kwargs, (), self._ground.device)
             moving = [number for number, leaf in enumerate(signature.leaves) if leaf.kind is Kind.MOVES]
             structure = pytree.tree_structure((tuple(args), dict(kwargs)))
             for times in (1, 2):
                 pair = GraphPair(
-                    self._ground, self.name, self.module, function, structure, leaves, moving, self._layouts
+                    self._ground,
+                    self.name,
+                    self.module,
+                    self._function,
+                    structure,
+                    leaves,
+                    moving,
+                    self._layouts,
+                    self._residents.begin_again,
                 )
                 try:
                     pair.record(times)
@@ -250,6 +275,7 @@ class LayerScope:
         self._drop()
 
     def _drop(self) -> None:
+        self._watch_no_readers()
         pair = self._pair
         if pair is not None:
             pair.close()
@@ -282,12 +308,6 @@ class _Replay(torch.autograd.Function):
         pair: GraphPair = ctx.pair
         flight: Flight = ctx.flight
         return (None, None, *pair.backward(flight, pair.differentiable_outputs(grads)))
-
-
-def _again(residents: Residents, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function to capture it, as if it had not been run for the rehearsal."""
-    residents.begin_again()
-    return function(*args, **kwargs)
 
 
 def _note_layout(layouts: dict[int, tuple[int, ...]], number: int, grad: torch.Tensor) -> None:

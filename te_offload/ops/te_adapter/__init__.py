@@ -80,7 +80,7 @@ from te_offload.ops.te_adapter.main_grads import (
     main_grads_of,
     reason_against_backward_graphs,
 )
-from te_offload.ops.te_adapter.pipeline import STAND_INS, use_stand_ins
+from te_offload.ops.te_adapter.pipeline import STAND_INS, put_parameters, use_stand_ins
 from te_offload.ops.te_adapter.storages import addresses, has_buffers, is_turned, state_of, turn
 from te_offload.ops.te_adapter.switches import (
     NOT_OFFLOAD,
@@ -158,6 +158,7 @@ __all__ = [
     "nvfp4_numbers",
     "nvfp4_reference",
     "offload_context_active",
+    "put_parameters",
     "put_together",
     "quantization_enabled",
     "read_activation",

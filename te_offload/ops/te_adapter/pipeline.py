@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 from transformer_engine.pytorch.ops.op import OperationContext
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -98,6 +99,17 @@ def use_stand_ins(fused: type[Any]) -> None:
 
     OperationFuser.maybe_fuse_ops = maybe_fuse_ops
     OperationFuser.__call__ = call_and_put_back
+
+
+def put_parameters(module: torch.nn.Module, others: Mapping[int, torch.nn.Parameter]) -> None:
+    """Have the pipelines of a module's Sequentials pass other parameters, by the identities of those that they pass now."""
+    for part in module.modules():
+        if not isinstance(part, te.ops.Sequential):
+            continue
+        for fuser in part._module_groups or ():
+            if isinstance(fuser, OperationFuser):
+                for params in (*fuser._basic_op_params, fuser._flat_basic_op_params):
+                    params[:] = [others.get(id(param), param) for param in params]
 
 
 def _forget_stand_ins(fuser: Any, passed: Sequence[Sequence[torch.Tensor]]) -> None:
