@@ -45,7 +45,8 @@ class Residents:
         self._turned: list[tuple[torch.Tensor, bool]] = []
         self._flags: list[tuple[Any, Any]] = []  # before the capture, of parameters in Megatron's protocol
         self._added: list[Any] = []  # to the main_grad of which the graph adds gradients
-        self._main_grads: list[tuple[str, Any, tuple[int, bool]]] = []
+        self._with_main_grad: list[tuple[str, Any]] = []
+        self._main_grads: tuple[list[int], list[bool]] = [], []
         self._addresses: list[int] = []
         self._grads: list[int] = []
         self._learns: list[bool] = []
@@ -84,8 +85,9 @@ class Residents:
     def note(self) -> None:
         """A capture has ended: where all is now is where it has to stay."""
         self._added = [parameter for parameter, _ in self._flags if getattr(parameter, te_adapter.ADDED)]
-        places = [(title, one, te_adapter.main_grad_place(one)) for title, one in self._parameters]
-        self._main_grads = [(title, one, place) for title, one, place in places if place is not None]
+        places, _ = te_adapter.main_grad_places([one for _, one in self._parameters])
+        self._with_main_grad = [one for one, place in zip(self._parameters, places, strict=True) if place]
+        self._main_grads = te_adapter.main_grad_places([one for _, one in self._with_main_grad])
         self._turned = [(tensor, not te_adapter.is_turned(tensor)) for tensor, _ in self._turned]
         self._before = [one for one in self._before if one[1] != "grad"]
         self.restore()
@@ -110,12 +112,14 @@ class Residents:
         for (title, parameter), learns in zip(self._parameters, self._learns, strict=True):
             if parameter.requires_grad is not learns:
                 return f"{title}.requires_grad was {learns} and is {not learns}"
-        for title, parameter, (address, overwrites) in self._main_grads:
-            found = te_adapter.main_grad_place(parameter) or (0, overwrites)
-            if found[0] != address:
-                return f"{title}.main_grad was at {address:#x} and is at {found[0]:#x} (0: there is none)"
-            if found[1] is not overwrites:
-                return f"{title}.overwrite_main_grad was {overwrites} and is {found[1]}"
+        found = te_adapter.main_grad_places([one for _, one in self._with_main_grad])
+        if found != self._main_grads:
+            rows = zip(self._with_main_grad, *self._main_grads, *found, strict=True)
+            for (title, _), address, overwrites, now_at, now_overwrites in rows:
+                if now_at != address:
+                    return f"{title}.main_grad was at {address:#x} and is at {now_at:#x} (0: there is none)"
+                if now_overwrites is not overwrites:
+                    return f"{title}.overwrite_main_grad was {overwrites} and is {now_overwrites}"
         for (title, parameter), address in zip(
             self._parameters if self._looks_at_grads else (), self._grads, strict=False
         ):

@@ -76,7 +76,7 @@ from te_offload.ops.te_adapter.main_grads import (
     accumulates_into_main_grad,
     dummy_grads,
     main_grad_of,
-    main_grad_place,
+    main_grad_places,
     main_grads_of,
     reason_against_backward_graphs,
 )
@@ -149,7 +149,7 @@ __all__ = [
     "let_go_of_fused_weights",
     "let_go_of_weights",
     "main_grad_of",
-    "main_grad_place",
+    "main_grad_places",
     "main_grads_of",
     "make_weights_again",
     "mark_activations",

@@ -80,10 +80,11 @@ def accumulates_into_main_grad(weight: torch.nn.Parameter) -> bool:
     return bool(get_accumulate_flag_in_param(weight))
 
 
-def main_grad_place(parameter: Any) -> tuple[int, bool] | None:
-    """Where a parameter's ``main_grad`` begins, and whether wgrad overwrites it; ``None`` if it has none."""
-    main_grad = getattr(parameter, "main_grad", None)
-    return None if main_grad is None else (main_grad.data_ptr(), not accumulates_into_main_grad(parameter))
+def main_grad_places(parameters: Sequence[Any]) -> tuple[list[int], list[bool]]:
+    """Where the ``main_grad`` of each parameter begins, 0 if it has none; and whether wgrad overwrites it."""
+    overwrites = [getattr(parameter, "overwrite_main_grad", False) for parameter in parameters]
+    grads = [getattr(parameter, "main_grad", None) for parameter in parameters]
+    return [0 if grad is None else grad.data_ptr() for grad in grads], overwrites
 
 
 def reason_against_backward_graphs(module: torch.nn.Module) -> str | None:
