@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from te_offload.ops import te_adapter
 
@@ -27,19 +29,9 @@ class Residents:
 
     def __init__(self, modules: Iterable[torch.nn.Module], *, grads: bool = True) -> None:
         self._looks_at_grads = grads
-        places: dict[tuple[int, str], Place] = {}
-        for module in modules:
-            for prefix, part in module.named_modules():
-                for entries in (part._parameters, part._buffers):
-                    for name, tensor in entries.items():
-                        if tensor is not None:
-                            title = f"{prefix}.{name}" if prefix else name
-                            places[id(entries), name] = (title, entries, name, tensor)
-        self._places = list(places.values())
-        self._parameters = [
-            (title, tensor) for title, _, _, tensor in self._places if isinstance(tensor, torch.nn.Parameter)
-        ]
-        self._wrappers = [(title, tensor) for title, _, _, tensor in self._places if te_adapter.has_buffers(tensor)]
+        self._modules = list(modules)
+        self._find()
+        self._sharded = {title for title, _, _, tensor in self._places if isinstance(tensor, DTensor)}
         self._before: list[tuple[Any, str, Any]] = []  # the capture
         self._buffers: list[tuple[int, ...]] = []
         self._turned: list[tuple[torch.Tensor, bool]] = []
@@ -51,12 +43,28 @@ class Residents:
         self._grads: list[int] = []
         self._learns: list[bool] = []
 
+    def _find(self) -> None:
+        places: dict[tuple[int, str], Place] = {}
+        for module in self._modules:
+            for prefix, part in module.named_modules():
+                for entries in (part._parameters, part._buffers):
+                    for name, tensor in entries.items():
+                        if tensor is not None:
+                            title = f"{prefix}.{name}" if prefix else name
+                            places[id(entries), name] = (title, entries, name, tensor)
+        self._places = list(places.values())
+        self._parameters = [
+            (title, tensor) for title, _, _, tensor in self._places if isinstance(tensor, torch.nn.Parameter)
+        ]
+        self._wrappers = [(title, tensor) for title, _, _, tensor in self._places if te_adapter.has_buffers(tensor)]
+
     def look(self) -> None:
-        """A capture begins. FP8 weights of which only the rows are right are turned, so that no graph has to, and the host
-        does not take them to be right as soon as that is captured.
+        """A capture begins, of what the modules have now. FP8 weights of which only the rows are right are turned, so that
+        no graph has to, and the host does not take them to be right as soon as that is captured.
         """
         self._before = []
         self._flags = []
+        self._find()
         self._turned = [(tensor, False) for _, tensor in self._wrappers if te_adapter.is_turned(tensor) is not None]
         self.refresh()
         self._buffers = [te_adapter.addresses(tensor) for _, tensor in self._wrappers]
@@ -66,6 +74,15 @@ class Residents:
         added = te_adapter.ADDED
         self._flags = [(one, getattr(one, added)) for _, one in self._parameters if hasattr(one, added)]
         self.begin_again()
+
+    def gathered(self) -> str | None:
+        """Why a forward and its backward may find parameters at different places; ``None`` if nothing is known of that."""
+        for title, _, _, tensor in self._places:
+            if title in self._sharded and not isinstance(tensor, DTensor):
+                return f"{title} is sharded between calls, and gathered anew for each forward and backward"
+        if any(isinstance(part, FSDPModule) for module in self._modules for part in module.modules()):
+            return "its parameters are sharded by fully_shard, and gathered anew for each forward and backward"
+        return None
 
     def begin_again(self) -> None:
         """What is captured next begins as if nothing had been captured since `look`."""
@@ -136,6 +153,14 @@ class Residents:
         for weight, by_graph in self._turned:
             if by_graph or not te_adapter.is_turned(weight):
                 te_adapter.turn(weight)
+
+    def moved_in_memory(self) -> str | None:
+        """Which tensor has other memory than at `note`, of those that have memory of their own; quicker than `moved`."""
+        now = [tensor.data_ptr() for _, _, _, tensor in self._places]
+        if now == self._addresses:
+            return None
+        rows = zip(self._places, self._addresses, now, strict=True)
+        return next(f"{title} went from {before:#x} to {at:#x}" for (title, *_), before, at in rows if before != at)
 
     def say_added(self) -> None:
         """A backward was replayed: its gradients are in ``main_grad``, and hooks must not add what stands for ``.grad``."""

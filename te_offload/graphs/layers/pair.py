@@ -77,7 +77,6 @@ class GraphPair:
 
     Attributes:
         copied: backwards whose gradients came in with other strides, and were copied.
-        after_backward: called when one was replayed.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class GraphPair:
         self._between = Between()
         self._layouts, self._begin = layouts, begin
         self.copied = 0
-        self.after_backward: Callable[[], None] = lambda: None
         self._flights: weakref.WeakSet[Flight] = weakref.WeakSet()
         self._closed = False
         self._grads: Buffers | None = None
@@ -430,7 +428,6 @@ class GraphPair:
             (None if constant is None else constant.detach()) if item is None else next(tensors)
             for item, constant in zip(self._gradients, self._constants, strict=True)
         ]
-        self.after_backward()
         for place in flight.kept:
             grad = results[place]
             results[place] = None if grad is None else grad.clone()

@@ -204,7 +204,7 @@ class LayerScope:
         pair: GraphPair | None = None
         try:
             self._residents.look()
-            why = te_adapter.reason_against_backward_graphs(self.module)
+            why = self._residents.gathered() or te_adapter.reason_against_backward_graphs(self.module)
             if why is not None:
                 raise CaptureError(f"{why}.")
             check_process_groups()
@@ -258,8 +258,6 @@ class LayerScope:
         self._modes = [(title, part, part.training) for title, part in self.module.named_modules()]
         self._residents.note()
         self._pair = pair
-        if pair is not None:
-            pair.after_backward = self._residents.say_added
         self._state = change(self._state, CaptureState.CAPTURED)
 
     def _start_over(self, difference: str) -> None:
@@ -288,7 +286,7 @@ class LayerScope:
 
     def _replay(self, pair: GraphPair, leaves: Sequence[Any]) -> Any:
         tensors = pair.differentiable(leaves)
-        found = _Replay.apply(pair, leaves, *tensors)  # type: ignore[no-untyped-call]
+        found = _Replay.apply(pair, self._residents, leaves, *tensors)  # type: ignore[no-untyped-call]
         return pair.results(found)
 
 
@@ -296,9 +294,11 @@ class _Replay(torch.autograd.Function):
     """The two graphs as one node of autograd's."""
 
     @staticmethod
-    def forward(ctx: Any, pair: GraphPair, leaves: Sequence[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, pair: GraphPair, residents: Residents, leaves: Sequence[Any], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         outputs, flight = pair.forward(leaves)
-        ctx.pair, ctx.flight = pair, flight
+        ctx.pair, ctx.residents, ctx.flight = pair, residents, flight
         ctx.mark_non_differentiable(*pair.constant_outputs(outputs))
         return tuple(outputs)
 
@@ -307,7 +307,16 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pair: GraphPair = ctx.pair
         flight: Flight = ctx.flight
-        return (None, None, *pair.backward(flight, pair.differentiable_outputs(grads)))
+        residents: Residents = ctx.residents
+        why = residents.moved_in_memory()
+        if why is not None:
+            raise InputMismatchError(
+                f"{pair.name}: between a forward and its backward {why}; the backward's graph reads it where it was. Leave "
+                "parameters where they are until then, or run the layer eagerly."
+            )
+        found = pair.backward(flight, pair.differentiable_outputs(grads))
+        residents.say_added()
+        return (None, None, None, *found)
 
 
 def _note_layout(layouts: dict[int, tuple[int, ...]], number: int, grad: torch.Tensor) -> None:
