@@ -4,6 +4,8 @@ which they are for a while.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -114,6 +116,13 @@ def test_layers_inside_of_distributed_data_parallel_are_graphs(offloads: bool) -
             assert session.records[-1].bytes_out > 0
     if session is not None:
         session.close()
+
+
+def test_layers_inside_of_megatrons_data_parallelism_have_the_bits_of_eager_steps() -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
+    done = subprocess.run([sys.executable, "-m", "tests.support.megatron_ddp"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert done.stdout.count("same bits True, captured True") == 8
 
 
 @pytest.mark.parametrize("grads", [False, True], ids=["evaluation", "gradients of averages"])
