@@ -26,7 +26,7 @@ from te_offload.errors import (
 )
 from te_offload.graphs.backend import Backend, CudaBackend, Pool, Recording
 from te_offload.graphs.collectives import check_process_groups
-from te_offload.graphs.reasons import without_frames
+from te_offload.graphs.reasons import explained, without_frames
 from te_offload.graphs.recorded import Boxed, RecordedGraph
 from te_offload.graphs.residents import Residents
 from te_offload.graphs.signature import Kind, Signature
@@ -440,7 +440,9 @@ class Capture:
         return pytree.tree_unflatten(found, self._graph.structure)
 
     def _give_up(self, error: Exception) -> None:
-        self.reason = without_frames(error)  # whose variables hold what the function made in the graph's memory
+        self.reason = without_frames(
+            explained(error)
+        )  # whose variables hold what the function made in the graph's memory
         self._state = change(self._state, CaptureState.EAGER)
         self._forget("the capture was given up")
 

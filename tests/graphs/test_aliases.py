@@ -60,6 +60,21 @@ def test_parameters_that_a_module_keeps_elsewhere_too_have_their_gradients(*, us
     assert (found[0] is not None) is used and found[1] is not None
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_parameters_of_torchscript_stay_themselves() -> None:
+    module: Any = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2))
+    x, parameters = torch.randn(3, 2), list(module.parameters())
+    expected = torch.autograd.grad(module(x).sum(), parameters)
+    with aliased(module) as aliases:
+        assert [one is other for one, other in zip(module.parameters(), parameters, strict=True)] == [True] * 2 + [
+            False
+        ] * 2
+        wanted = [*aliases.of(parameters), *parameters]
+        grads = torch.autograd.grad(module(x).sum(), wanted, allow_unused=True)
+    found = aliases.one_each(grads, 4)
+    assert all(one is not None and torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_gradients_of_aliases_alone_are_the_parameters_and_those_of_inputs_stay_before_them() -> None:
     x, first, second = (torch.full((1,), float(number)) for number in range(3))
     assert Aliases.one_each([x, None, first, None, None], 2) == [x, None, first]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_offload import OffloadSession
-from te_offload.errors import ArgumentError, StateError
+from te_offload.errors import ArgumentError, CaptureError, StateError
 from te_offload.graphs import Capture, CaptureState
 from te_offload.graphs.capture import in_session
 from te_offload.offload.engine import GROWTH_STEPS
@@ -69,3 +69,20 @@ def test_session_wants_as_many_warm_up_runs_as_it_takes_host_memory_in() -> None
             make(GROWTH_STEPS - 1)
         make(GROWTH_STEPS)(torch.ones(1, 2))
         assert session.records[-1].bytes_out == 8  # a step of the session
+
+
+def test_capture_that_would_wait_for_another_stream_says_what_holds_one_and_what_to_do() -> None:
+    text = "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
+
+    def forbidden(x: torch.Tensor) -> torch.Tensor:
+        if backend.log[-1] == "begin":
+            raise RuntimeError(text)
+        return x * 2
+
+    backend = FakeBackend()
+    captured = Capture(forbidden, backend, ((torch.ones(2),), {}), warmup=1)
+    for _ in range(2):
+        assert captured(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert captured.state is CaptureState.EAGER and isinstance(captured.reason, CaptureError)
+    assert "held by data parallelism (make its wrapper inside torch.cuda.stream" in str(captured.reason)
+    assert str(captured.reason.__cause__) == text

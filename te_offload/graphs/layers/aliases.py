@@ -2,7 +2,8 @@
 
 In: a module. Out: what stands for its parameters. Keeps true: who reads a parameter of the module, or of an op's pipeline,
 reads the same numbers; what the capture sets on an alias is set on the parameter afterwards; then the parameters are where
-they were, whatever happened. Does not: find parameters that a module keeps anywhere else: those stay themselves.
+they were, whatever happened. Does not: find parameters that a module keeps anywhere else, or those of TorchScript: they
+stay themselves.
 
 Autograd's nodes of the parameters themselves belong to others. Data parallelism holds them, with its hooks, on the stream
 on which they were made: mostly the default one, for which no capture may wait. And hooks of a parameter would run in the
@@ -25,9 +26,12 @@ class Aliases:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
-        self._places = [(entries, name, entries[name]) for entries, name in places if entries[name] is not None]
-        self._of = {id(parameter): _alias(parameter) for _, _, parameter in self._places}
+        entries = [
+            part._parameters for part in module.modules() if isinstance(part._parameters, dict)
+        ]  # not TorchScript's
+        places = [(each, name, parameter) for each in entries for name, parameter in each.items()]
+        self._places: list[tuple[Any, str, Any]] = [place for place in places if place[2] is not None]
+        self._of = {id(parameter): _alias(parameter) for parameter in module.parameters()}
         self._had = {number: dict(alias.__dict__) for number, alias in self._of.items()}
 
     def of(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

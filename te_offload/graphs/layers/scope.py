@@ -24,7 +24,7 @@ from te_offload.graphs.collectives import check_process_groups
 from te_offload.graphs.layers.buffers import strides_of
 from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.pair import Flight, GraphPair
-from te_offload.graphs.reasons import without_frames
+from te_offload.graphs.reasons import explained, waits_for_another_stream, without_frames
 from te_offload.graphs.residents import Residents
 from te_offload.graphs.signature import Kind, Signature
 from te_offload.graphs.states import CaptureState, change
@@ -241,13 +241,13 @@ class LayerScope:
             if not isinstance(error, Exception):
                 self._state = change(self._state, CaptureState.WARMING_UP)
                 raise
-            if _is_forbidden(error):
+            if waits_for_another_stream(error):
                 self._forbidden += 1
                 if self._forbidden < _TRIES:
                     self._runs = 0
                     self._state = change(self._state, CaptureState.WARMING_UP)
                     return
-                error = _explained(error)
+                error = explained(error)
             self.reason = error
             self._state = change(self._state, CaptureState.EAGER)
             return
@@ -330,20 +330,6 @@ def _let_go(error: BaseException) -> None:
     """Of what the layer made until then: it lies in the graphs' memory."""
     without_frames(error)
     gc.collect()
-
-
-def _is_forbidden(error: Exception) -> bool:
-    return any(text in str(error) for text in ("legacy stream depend", "uncaptured work in another stream"))
-
-
-def _explained(error: Exception) -> CaptureError:
-    found = CaptureError(
-        "Its backward would wait for another stream, which no capture may. As a rule an autograd graph over these "
-        "parameters is alive that was made on the default stream: of an earlier step, whose loss, say, is kept. Delete "
-        "that, or call capture_layers before the first step."
-    )
-    found.__cause__ = error
-    return found
 
 
 def _why_eagerly(*, quantized: bool) -> str | None:

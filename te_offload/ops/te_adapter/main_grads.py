@@ -91,7 +91,7 @@ def reason_against_backward_graphs(module: torch.nn.Module) -> str | None:
     """Why a module's backward cannot be a graph of its own, for where it leaves gradients; ``None`` if it can."""
     for title, part in module.named_modules():
         delays: Any = getattr(part, "need_backward_dw", None)
-        if delays is not None and delays():
+        if callable(delays) and delays():
             return (
                 f"{title or 'it'} delays its wgrad (delay_wgrad_compute): backward_dw would find what the capture left, "
                 "and no replay leaves anything. Capture the whole step (te_offload.graphs.capture), or do not delay it"
