@@ -51,6 +51,12 @@ def _inert_hook(before: bool) -> _ForwardHook:
     return _ForwardHook(None, before=before)
 
 
+def is_attached(module: torch.nn.Module) -> bool:
+    """Whether a living session is attached to a module."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _ForwardHook)]
+    return any(hook.attachment is not None and hook.attachment.session() is not None for hook in hooks)
+
+
 class Attachment(SlotObserver):
     """Attaches a session to a layer.
 
@@ -75,11 +81,10 @@ class Attachment(SlotObserver):
         owners: list[tuple[str, SlotOwner, SlotName]],
         session: weakref.ref[OffloadSession],
     ) -> None:
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, _ForwardHook) and hook.attachment is not None and hook.attachment.session() is not None:
-                raise ArgumentError(
-                    f"{name} ({type(module).__name__}) is attached to an OffloadSession already. Close that one first."
-                )
+        if is_attached(module):
+            raise ArgumentError(
+                f"{name} ({type(module).__name__}) is attached to an OffloadSession already. Close that one first."
+            )
         self.name = name
         self.module = module
         self.session: weakref.ref[OffloadSession] = session

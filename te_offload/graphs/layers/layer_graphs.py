@@ -14,7 +14,7 @@ import torch
 
 from te_offload.errors import ArgumentError, ArgumentTypeError, CaptureError
 from te_offload.graphs.layers.ground import Ground
-from te_offload.graphs.layers.scope import MISMATCHES, LayerScope
+from te_offload.graphs.layers.scope import MISMATCHES, LayerScope, session_inside
 from te_offload.graphs.states import CaptureState
 from te_offload.offload.session import OffloadSession
 from te_offload.units import format_bytes
@@ -57,8 +57,8 @@ def capture_layers(
             recipe is another call. ``False``: they run eagerly.
 
     Raises:
-        ArgumentError: no layers, a layer twice or inside another, no warm-up, or an unknown ``on_mismatch`` or
-            ``on_overflow``.
+        ArgumentError: no layers, a layer twice or inside another, one inside of which a session is attached, no warm-up, or
+            an unknown ``on_mismatch`` or ``on_overflow``.
         ArgumentTypeError: something that is no module.
         CaptureError: the layers are not on a GPU.
     """
@@ -161,6 +161,8 @@ class LayerGraphs:
                 line += f"; captured anew: {why}"
             for place, excess in scope.overflows.items():
                 line += f"; {excess} rows more were asked for than there are, in {place}"
+            if scope.hooked:
+                line += f"; hooks inside of it run at its capture, and not in replays: of {', '.join(scope.hooked)}"
             if scope.copied:
                 line += f"; in {scope.copied} backwards gradients came in with other strides than in the warm-up"
             lines.append(line)
@@ -232,6 +234,9 @@ def _named(
         if isinstance(module.__dict__.get("forward"), LayerScope):
             raise ArgumentError(f"{name} has graphs already. Close those first.")
     for name, module in named.items():
+        why = session_inside(module)
+        if why is not None:
+            raise ArgumentError(f"{name}: {why}.")
         parts = {id(part) for part in module.modules()}
         for other, another in named.items():
             if other != name and id(another) in parts:

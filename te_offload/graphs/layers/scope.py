@@ -29,6 +29,7 @@ from te_offload.graphs.residents import Residents
 from te_offload.graphs.signature import Kind, Signature
 from te_offload.graphs.states import CaptureState, change
 from te_offload.offload.allocator import check_captures
+from te_offload.offload.attachment import is_attached
 from te_offload.ops import row_check, te_adapter
 from te_offload.slots import SlotObserver
 
@@ -47,7 +48,7 @@ class LayerScope:
     Attributes:
         reason: why it was not captured, if it could not be. replays: of the forward.
         eager: runs after the warm-up that no graph took, by reason. recaptures: why it was captured anew, each time.
-        overflows: see `Capture.overflows`.
+        overflows: see `Capture.overflows`. hooked: modules inside of the layer that had hooks when it was captured.
     """
 
     def __init__(self, name: str, module: torch.nn.Module, ground: Ground, warmup: int, on_mismatch: str) -> None:
@@ -58,6 +59,7 @@ class LayerScope:
         self.eager: collections.Counter[str] = collections.Counter()
         self.recaptures: list[str] = []
         self.overflows: dict[str, int] = {}
+        self.hooked: list[str] = []
         self._ground = ground
         self._warmup = warmup
         self._on_mismatch = on_mismatch
@@ -205,6 +207,7 @@ class LayerScope:
         try:
             self._residents.look()
             why = self._residents.gathered() or te_adapter.reason_against_backward_graphs(self.module)
+            why = why or session_inside(self.module)
             if why is not None:
                 raise CaptureError(f"{why}.")
             check_process_groups()
@@ -256,6 +259,7 @@ class LayerScope:
         self._signature = signature.placed(leaves)
         self._flags = _flags(leaves)
         self._modes = [(title, part, part.training) for title, part in self.module.named_modules()]
+        self.hooked = [title for title, part, _ in self._modes if title and _has_hooks(part)]
         self._residents.note()
         self._pair = pair
         self._state = change(self._state, CaptureState.CAPTURED)
@@ -288,6 +292,23 @@ class LayerScope:
         tensors = pair.differentiable(leaves)
         found = _Replay.apply(pair, self._residents, leaves, *tensors)  # type: ignore[no-untyped-call]
         return pair.results(found)
+
+
+def session_inside(module: torch.nn.Module) -> str | None:
+    """Why a session would see no forward of a module that is replayed; ``None`` if it would, or there is none."""
+    for title, part in module.named_modules():
+        if title and is_attached(part):
+            return (
+                f"an OffloadSession is attached to {title} inside of it, whose forward no replay calls. Attach the session "
+                "to what is captured or encloses that, or capture what the session is attached to"
+            )
+    return None
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 class _Replay(torch.autograd.Function):

@@ -1,0 +1,102 @@
+"""Hooks of modules inside of a layer that is a graph of its own, a session's among them: no replay calls them."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from te_offload import Fate, OffloadSession
+from te_offload.errors import ArgumentError
+from te_offload.graphs import CaptureState, capture_layers
+from tests.graphs.test_layer_graphs import batches, layers, run
+from tests.support.toy_layer import Machine, install
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return install(monkeypatch)
+
+
+def around(stack: Any) -> Any:
+    return torch.nn.ModuleList(torch.nn.Sequential(layer) for layer in stack)
+
+
+def test_a_session_that_is_attached_inside_of_a_layer_is_an_error_until_it_is_closed(machine: Machine) -> None:
+    stack = layers(machine, 2, "slot")
+    outer = around(stack)
+    session = OffloadSession(stack)
+    with pytest.raises(
+        ArgumentError, match=r"layer0: an OffloadSession is attached to 0 inside of it, whose forward no"
+    ):
+        capture_layers(outer, session=session)
+    session.close()
+    with capture_layers(outer):
+        pass
+
+
+def test_a_session_that_nobody_has_any_more_is_none(machine: Machine) -> None:
+    stack = layers(machine, 1, "slot")
+    session = OffloadSession(stack)
+    del session
+    gc.collect()
+    with capture_layers(around(stack)):
+        pass
+
+
+def test_a_session_that_is_attached_inside_later_keeps_the_layer_eager(machine: Machine) -> None:
+    stack = layers(machine, 1, "slot")
+    outer = around(stack)
+    with capture_layers(outer, warmup=1) as graphs:
+        session = OffloadSession(stack, min_bytes=0)
+        for x in batches(3):
+            with session.step():
+                run(outer, x)
+            assert session.records[-1].slots[0].fate is not Fate.KEPT and session.records[-1].bytes_out > 0
+        scope = graphs.scopes["layer0"]
+        assert scope.state is CaptureState.EAGER and "an OffloadSession is attached to 0 inside" in str(scope.reason)
+        session.close()
+
+
+def test_sessions_of_what_is_captured_and_of_what_encloses_it_are_none_inside(machine: Machine) -> None:
+    stack = layers(machine, 1, "slot")
+    (outer,) = around(stack)
+    for attached, captured in ((outer, stack[0]), (outer, outer)):
+        with (
+            OffloadSession([attached], min_bytes=0) as session,
+            capture_layers(captured, session=session, warmup=1) as graphs,
+        ):
+            for x in batches(3):
+                with session.step():
+                    outer(x).sum().backward()
+            assert graphs.captured and session.records[-1].bytes_out > 0
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_the_report_names_modules_inside_whose_hooks_no_replay_calls(machine: Machine, kind: str) -> None:
+    stack = layers(machine, 1)
+    outer, calls = around(stack), [0, 0]
+
+    def count(place: int) -> None:
+        calls[place] += 1
+
+    getattr(stack[0], f"register_{kind}_hook")(lambda *_: count(0))
+    if not kind.startswith("full"):  # with which torch keeps the layer's output, so that no replay may write it
+        getattr(outer[0], f"register_{kind}_hook")(lambda *_: count(1))
+    with capture_layers(outer, warmup=1) as graphs:
+        for x in batches(4):
+            outer[0](x.requires_grad_()).sum().backward()
+        assert calls[0] == 1 + 2 and calls[1] in (0, 4)  # warm-up, rehearsal, capture; and each time
+        assert "hooks inside of it run at its capture, and not in replays: of 0" in graphs.report()
+        assert graphs.captured
+
+
+def test_a_layer_without_hooks_inside_has_none_reported(machine: Machine) -> None:
+    outer = around(layers(machine, 1))
+    outer[0].register_forward_hook(lambda *_: None)
+    with capture_layers(outer, warmup=1) as graphs:
+        for x in batches(3):
+            run(outer, x)
+        assert graphs.captured and "hooks inside" not in graphs.report()
