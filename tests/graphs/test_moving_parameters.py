@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from te_offload.errors import InputMismatchError
 from te_offload.graphs import CaptureState, capture_layers
+from te_offload.graphs.layers.aliases import aliased
 from te_offload.graphs.residents import Residents
 from tests.graphs.test_layer_graphs import WIDTH, batches, layers, run, same
 from tests.support.toy_layer import Machine, install
@@ -87,9 +88,17 @@ def test_parameters_that_stay_sharded_within_a_call_may_be_in_graphs(mesh: Any) 
     """As under tensor parallelism."""
     layer = torch.nn.Linear(2, 2)
     layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate()]))
+    layer.bias = torch.nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, [Replicate()]))
     residents = Residents([layer])
     residents.look()
     assert residents.gathered() is None
+    own = [layer.weight, layer.bias]
+    with aliased(layer):
+        others = [layer.weight, layer.bias]
+        x = distribute_tensor(torch.ones(3, 2), mesh, [Replicate()])
+        found = torch.autograd.grad(layer(x).sum(), [*others, *own], allow_unused=True)
+    assert all(isinstance(one, DTensor) and id(one) not in map(id, own) for one in others)
+    assert [one is not None for one in found] == [True, True, False, False]
 
 
 def test_memory_that_moved_is_named_with_the_first_tensor_that_lies_elsewhere() -> None:
