@@ -440,9 +440,8 @@ class Capture:
         return pytree.tree_unflatten(found, self._graph.structure)
 
     def _give_up(self, error: Exception) -> None:
-        self.reason = without_frames(
-            explained(error)
-        )  # whose variables hold what the function made in the graph's memory
+        # Variables of its frames hold what the function made in the graph's memory.
+        self.reason = without_frames(explained(error))
         self._state = change(self._state, CaptureState.EAGER)
         self._forget("the capture was given up")
 

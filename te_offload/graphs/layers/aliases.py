@@ -26,9 +26,8 @@ class Aliases:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        entries = [
-            part._parameters for part in module.modules() if isinstance(part._parameters, dict)
-        ]  # not TorchScript's
+        # TorchScript's are no dicts.
+        entries = [part._parameters for part in module.modules() if isinstance(part._parameters, dict)]
         places = [(each, name, parameter) for each in entries for name, parameter in each.items()]
         self._places: list[tuple[Any, str, Any]] = [place for place in places if place[2] is not None]
         self._of = {id(parameter): _alias(parameter) for parameter in module.parameters()}
