@@ -49,7 +49,7 @@ def test_a_session_that_nobody_has_any_more_is_none(machine: Machine) -> None:
 def test_a_session_that_is_attached_inside_later_keeps_the_layer_eager(machine: Machine) -> None:
     stack = layers(machine, 1, "slot")
     outer = around(stack)
-    with capture_layers(outer, warmup=1) as graphs:
+    with capture_layers(outer, warmup=1, on_hooks="ignore") as graphs:
         session = OffloadSession(stack, min_bytes=0)
         for x in batches(3):
             with session.step():
@@ -75,7 +75,9 @@ def test_sessions_of_what_is_captured_and_of_what_encloses_it_are_none_inside(ma
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-def test_the_report_names_modules_inside_whose_hooks_no_replay_calls(machine: Machine, kind: str) -> None:
+def test_hooks_inside_that_are_ignored_run_in_captures_alone_and_the_report_says_so(
+    machine: Machine, kind: str
+) -> None:
     stack = layers(machine, 1)
     outer, calls = around(stack), [0, 0]
 
@@ -85,7 +87,7 @@ def test_the_report_names_modules_inside_whose_hooks_no_replay_calls(machine: Ma
     getattr(stack[0], f"register_{kind}_hook")(lambda *_: count(0))
     if not kind.startswith("full"):  # with which torch keeps the layer's output, so that no replay may write it
         getattr(outer[0], f"register_{kind}_hook")(lambda *_: count(1))
-    with capture_layers(outer, warmup=1) as graphs:
+    with capture_layers(outer, warmup=1, on_hooks="ignore") as graphs:
         for x in batches(4):
             outer[0](x.requires_grad_()).sum().backward()
         assert calls[0] == 1 + 2 and calls[1] in (0, 4)  # warm-up, rehearsal, capture; and each time
@@ -93,10 +95,45 @@ def test_the_report_names_modules_inside_whose_hooks_no_replay_calls(machine: Ma
         assert graphs.captured
 
 
-def test_a_layer_without_hooks_inside_has_none_reported(machine: Machine) -> None:
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_layers_run_eagerly_while_modules_inside_have_hooks(machine: Machine, kind: str) -> None:
+    stack = layers(machine, 1)
+    outer, calls = around(stack), list[None]()
+
+    def step(x: torch.Tensor) -> None:
+        outer[0](x.requires_grad_()).sum().backward()
+
+    register = getattr(stack[0], f"register_{kind}_hook")
+    handle = register(lambda *_: calls.append(None))
+    first, *rest = batches(8)
+    with capture_layers(outer, warmup=1) as graphs:
+        scope = graphs.scopes["layer0"]
+        step(first)  # warm-up
+        for x in rest[:2]:
+            step(x)
+        assert len(calls) == 3 and scope.state is CaptureState.WARMING_UP
+        handle.remove()
+        for x in rest[2:4]:
+            step(x)
+        assert graphs.captured and scope.replays == 2
+        handle = register(lambda *_: calls.append(None))
+        step(rest[4])
+        assert len(calls) == 4 and scope.replays == 2
+        handle.remove()
+        step(rest[5])
+        assert len(calls) == 4 and scope.replays == 3
+        assert dict(scope.eager) == {"modules inside of it have hooks, which no replay calls: 0": 3}
+
+
+def test_a_layer_may_have_hooks_itself(machine: Machine) -> None:
     outer = around(layers(machine, 1))
     outer[0].register_forward_hook(lambda *_: None)
     with capture_layers(outer, warmup=1) as graphs:
         for x in batches(3):
             run(outer, x)
-        assert graphs.captured and "hooks inside" not in graphs.report()
+        assert graphs.captured and "hooks" not in graphs.report()
+
+
+def test_unknown_way_to_take_hooks_is_an_error(machine: Machine) -> None:
+    with pytest.raises(ArgumentError, match="on_hooks must be one of eager, ignore, but is 'raise'"):
+        capture_layers(layers(machine, 1), on_hooks="raise")

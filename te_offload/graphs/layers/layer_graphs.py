@@ -14,7 +14,7 @@ import torch
 
 from te_offload.errors import ArgumentError, ArgumentTypeError, CaptureError
 from te_offload.graphs.layers.ground import Ground
-from te_offload.graphs.layers.scope import MISMATCHES, LayerScope, session_inside
+from te_offload.graphs.layers.scope import HOOKS, MISMATCHES, LayerScope, session_inside
 from te_offload.graphs.states import CaptureState
 from te_offload.offload.session import OffloadSession
 from te_offload.units import format_bytes
@@ -32,6 +32,7 @@ def capture_layers(
     delay_commits: bool = False,
     virtual: bool = True,
     quantized: bool = True,
+    on_hooks: str = "eager",
 ) -> LayerGraphs:
     """Have each layer's forward and backward replayed as a CUDA graph, from its fourth forward on.
 
@@ -55,10 +56,12 @@ def capture_layers(
         quantized: take calls under ``te.autocast`` too, where the recipe has no state outside of the layer: current
             scaling, FP8 by blocks, MXFP8, NVFP4 without stochastic rounding (the last two have run on no card). Another
             recipe is another call. ``False``: they run eagerly.
+        on_hooks: for hooks of modules inside of a layer, which no replay calls (those of the layer itself run as ever): run
+            it ``"eager"`` while it has any, or ``"ignore"`` them, as is right for hooks whose work is all on the GPU.
 
     Raises:
         ArgumentError: no layers, a layer twice or inside another, one inside of which a session is attached, no warm-up, or
-            an unknown ``on_mismatch`` or ``on_overflow``.
+            an unknown ``on_mismatch``, ``on_overflow`` or ``on_hooks``.
         ArgumentTypeError: something that is no module.
         CaptureError: the layers are not on a GPU.
     """
@@ -67,6 +70,8 @@ def capture_layers(
         raise ArgumentError(f"warmup must be 1 or more runs, since kernels are loaded in them, but is {warmup!r}.")
     if on_mismatch not in MISMATCHES:
         raise ArgumentError(f"on_mismatch must be one of {', '.join(MISMATCHES)}, but is {on_mismatch!r}.")
+    if on_hooks not in HOOKS:
+        raise ArgumentError(f"on_hooks must be one of {', '.join(HOOKS)}, but is {on_hooks!r}.")
     devices = {parameter.device for module in named.values() for parameter in module.parameters()}
     if len(devices) != 1 or next(iter(devices)).type not in _DEVICES:
         found = ", ".join(sorted(map(str, devices))) or "no device"
@@ -76,7 +81,7 @@ def capture_layers(
     ground = Ground(devices.pop(), virtual=virtual)
     ground.raises_overflow = on_overflow == "raise"
     ground.quantized = quantized
-    return LayerGraphs(named, ground, session, warmup, on_mismatch, delay_commits)
+    return LayerGraphs(named, ground, session, warmup, on_mismatch, delay_commits, on_hooks)
 
 
 class LayerGraphs:
@@ -94,6 +99,7 @@ class LayerGraphs:
         warmup: int,
         on_mismatch: str,
         delay_commits: bool,
+        on_hooks: str,
     ) -> None:
         self._ground = ground
         self._session = session
@@ -104,7 +110,7 @@ class LayerGraphs:
                 session.delay_commits(on=True)
                 ground.launched = session.commit_delayed
         for name, module in layers.items():
-            self.scopes[name] = LayerScope(name, module, ground, warmup, on_mismatch)
+            self.scopes[name] = LayerScope(name, module, ground, warmup, on_mismatch, on_hooks)
         self._finalizer = weakref.finalize(self, _close, list(self.scopes.values()), ground)  # also when Python ends
         self._closed = False
 
@@ -161,8 +167,8 @@ class LayerGraphs:
                 line += f"; captured anew: {why}"
             for place, excess in scope.overflows.items():
                 line += f"; {excess} rows more were asked for than there are, in {place}"
-            if scope.hooked:
-                line += f"; hooks inside of it run at its capture, and not in replays: of {', '.join(scope.hooked)}"
+            if scope.ignored:
+                line += f"; hooks inside of it run at its capture, and not in replays: of {', '.join(scope.ignored)}"
             if scope.copied:
                 line += f"; in {scope.copied} backwards gradients came in with other strides than in the warm-up"
             lines.append(line)

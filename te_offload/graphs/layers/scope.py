@@ -34,6 +34,7 @@ from te_offload.ops import row_check, te_adapter
 from te_offload.slots import SlotObserver
 
 MISMATCHES = ("raise", "recapture", "eager")
+HOOKS = ("eager", "ignore")
 _TRIES = 3  # of a capture that an autograd graph of an earlier step forbids: the next step's takes its place
 _FORBIDDEN = "its capture would have waited for another stream, as for an older autograd graph's, and is tried again"
 
@@ -43,15 +44,17 @@ class LayerScope:
 
     Args:
         name: of the layer, for messages. module: the layer. ground: memory and stream.
-        warmup: eager runs before the capture. on_mismatch: see `capture_layers`.
+        warmup: eager runs before the capture. on_mismatch, on_hooks: see `capture_layers`.
 
     Attributes:
         reason: why it was not captured, if it could not be. replays: of the forward.
         eager: runs after the warm-up that no graph took, by reason. recaptures: why it was captured anew, each time.
-        overflows: see `Capture.overflows`. hooked: modules inside of the layer that had hooks when it was captured.
+        overflows: see `Capture.overflows`. ignored: modules inside of the layer whose hooks no replay calls, as asked.
     """
 
-    def __init__(self, name: str, module: torch.nn.Module, ground: Ground, warmup: int, on_mismatch: str) -> None:
+    def __init__(
+        self, name: str, module: torch.nn.Module, ground: Ground, warmup: int, on_mismatch: str, on_hooks: str = "eager"
+    ) -> None:
         self.name = name
         self.module = module
         self.reason: BaseException | None = None
@@ -59,10 +62,11 @@ class LayerScope:
         self.eager: collections.Counter[str] = collections.Counter()
         self.recaptures: list[str] = []
         self.overflows: dict[str, int] = {}
-        self.hooked: list[str] = []
+        self.ignored: list[str] = []
         self._ground = ground
         self._warmup = warmup
         self._on_mismatch = on_mismatch
+        self._on_hooks = on_hooks
         self._state = CaptureState.WARMING_UP
         self._runs = 0
         self._forbidden = 0  # captures in a row
@@ -72,6 +76,7 @@ class LayerScope:
         self._flags: tuple[Any, ...] = ()
         self._layouts: dict[int, tuple[int, ...]] = {}  # of gradients of the warm-up's outputs
         self._modes: list[tuple[str, torch.nn.Module, bool]] = []
+        self._parts: list[tuple[str, torch.nn.Module]] = []
         self._residents = Residents([module], grads=False)
         self._watched: list[Any] = []  # handles of hooks of parameters
         self._had = module.__dict__.get("forward")
@@ -97,6 +102,10 @@ class LayerScope:
         if self._state is CaptureState.EAGER:
             return self._function(*args, **kwargs)
         why = _why_eagerly(quantized=self._ground.quantized)
+        if why is None and self._on_hooks == "eager":
+            hooked = self._hooked()
+            if hooked:
+                why = f"modules inside of it have hooks, which no replay calls: {', '.join(hooked)}"
         if why is not None:
             return self._eagerly(why, args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
@@ -122,6 +131,11 @@ class LayerScope:
         self.replays += 1
         self._residents.refresh()
         return self._replay(self._pair, leaves)
+
+    def _hooked(self) -> list[str]:
+        if self._state is not CaptureState.CAPTURED:
+            self._parts = [(title, part) for title, part in self.module.named_modules() if title]
+        return [title for title, part in self._parts if _has_hooks(part)]
 
     def look_at_rows(self) -> None:
         """See `Capture.check_rows`; without waiting."""
@@ -259,7 +273,7 @@ class LayerScope:
         self._signature = signature.placed(leaves)
         self._flags = _flags(leaves)
         self._modes = [(title, part, part.training) for title, part in self.module.named_modules()]
-        self.hooked = [title for title, part, _ in self._modes if title and _has_hooks(part)]
+        self.ignored = [title for title, part, _ in self._modes if title and _has_hooks(part)]
         self._residents.note()
         self._pair = pair
         self._state = change(self._state, CaptureState.CAPTURED)
