@@ -72,6 +72,7 @@ class Way:
     """
 
     def __init__(self, name: str, arguments: argparse.Namespace, layers: torch.nn.ModuleList | None = None) -> None:
+        self._name = name
         torch.manual_seed(0)
         size = arguments.experts, arguments.hidden, arguments.ffn
         kind = {"keep_weights": not arguments.weights_made_again, "main_grad": arguments.main_grad}
@@ -117,8 +118,10 @@ class Way:
 
     def check(self) -> None:
         """Stop if it does not run as it is named."""
-        if self.graphs is not None and not self.graphs.captured:
-            raise SystemExit(self.graphs.report())
+        if "graphs" in self._name and (self.graphs is None or not self.graphs.captured):
+            raise SystemExit(f"{self._name}: {self.graphs and self.graphs.report()}")
+        if "offload" in self._name and not self.out():
+            raise SystemExit(f"{self._name}: nothing went to the host")
 
     def out(self) -> int:
         """Bytes to the host in the last step."""
