@@ -17,6 +17,7 @@ from te_offload import ops
 from te_offload.errors import ArgumentError
 from te_offload.fused import fusions_in, hopper
 from te_offload.fused.stand_ins import StandIns
+from tests.support import process_groups
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp, run
 
 SPLITS = (3, 0, 7, 1)
@@ -289,10 +290,8 @@ def test_weights_go_with_their_module() -> None:
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    store = torch._C._distributed_c10d.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+    with process_groups.alone("gloo"):
+        yield
 
 
 @pytest.mark.usefixtures("process_group")

@@ -14,6 +14,7 @@ import torch
 from te_offload import OffloadSession
 from te_offload.graphs import CaptureState, capture_layers
 from tests.gpu.test_layer_graphs_on_gpu import fused as fused
+from tests.support import process_groups
 from tests.support.layer_stack import EXPERTS, Model, batches, captured, loss_of, train, weights
 from tests.support.mlp import assert_same_bits
 
@@ -92,10 +93,8 @@ def test_hook_of_a_parameter_runs_once_for_each_backward() -> None:
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    store = torch._C._distributed_c10d.HashStore()
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+    with process_groups.alone("nccl"):
+        yield
 
 
 @pytest.mark.usefixtures("process_group")

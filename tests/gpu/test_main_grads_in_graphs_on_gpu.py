@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ from te_offload.errors import InputMismatchError
 from te_offload.graphs import CaptureState, capture, capture_layers
 from te_offload.offload.streams import new_stream
 from tests.gpu.test_fp8_on_gpu import on_hopper as on_hopper
-from tests.support.layer_stack import EXPERTS, FFN, HIDDEN, Batch, batches, captured
-from tests.support.mlp import assert_same_bits, make_mlp
+from tests.support.layer_stack import HIDDEN, Batch, Dense, Layer, batches, captured
+from tests.support.mlp import assert_same_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,34 +28,10 @@ RECIPES: dict[str, Any] = {"bf16": None, "current": te_recipe.Float8CurrentScali
 LAYERS = 2
 
 
-class Experts(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.RMSNorm(HIDDEN, device="cuda", dtype=torch.bfloat16)
-        size: dict[str, Any] = {"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN, "dtype": torch.bfloat16}
-        self.experts = make_mlp(**size, device="cuda", accumulate_into_main_grad=True)
-
-    def forward(self, x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.experts(self.norm(x), sizes, scales, sizes)
-        return found
-
-
-class Dense(torch.nn.Module):
-    """Transformer Engine's modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        size: dict[str, Any] = {"bias": False, "device": "cuda", "params_dtype": torch.bfloat16}
-        size["fuse_wgrad_accumulation"] = True
-        self.mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, normalization="RMSNorm", activation="swiglu", **size)
-        self.last = te.Linear(HIDDEN, HIDDEN, **size)
-
-    def forward(self, x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.last(self.mlp(x))
-        return found
-
-
-KINDS: dict[str, type[torch.nn.Module]] = {"our ops": Experts, "Transformer Engine's modules": Dense}
+KINDS: dict[str, Callable[[], torch.nn.Module]] = {
+    "our ops": functools.partial(Layer, accumulate_into_main_grad=True),
+    "Transformer Engine's modules": functools.partial(Dense, fuse_wgrad_accumulation=True),
+}
 
 
 class Trainer(torch.nn.Module):

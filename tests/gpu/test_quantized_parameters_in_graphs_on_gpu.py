@@ -16,7 +16,7 @@ from transformer_engine.pytorch.tensor import Float8Tensor, QuantizedTensor
 from te_offload.graphs import CaptureState, capture, capture_layers
 from te_offload.ops import te_adapter
 from tests.gpu.test_fp8_on_gpu import on_hopper as on_hopper
-from tests.support.layer_stack import HIDDEN, Layer, batches
+from tests.support.layer_stack import Dense, Layer, batches
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,20 +25,6 @@ pytestmark = [
 ]
 RECIPES: dict[str, Any] = {"current": te_recipe.Float8CurrentScaling(), "by blocks": te_recipe.Float8BlockScaling()}
 STEPS, LAYERS = 7, 2
-
-
-class Dense(torch.nn.Module):
-    """Transformer Engine's modules, called as our layers are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        size: dict[str, Any] = {"bias": False, "device": "cuda", "params_dtype": torch.bfloat16}
-        self.mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, normalization="RMSNorm", activation="swiglu", **size)
-        self.last = te.Linear(HIDDEN, HIDDEN, **size)
-
-    def forward(self, x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = x + self.last(self.mlp(x))
-        return found
 
 
 KINDS: dict[str, type[torch.nn.Module]] = {"our ops": Layer, "Transformer Engine's modules": Dense}

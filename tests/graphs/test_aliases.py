@@ -170,18 +170,42 @@ def test_parameters_are_back_after_a_capture_that_fails(machine: Machine) -> Non
         assert graphs.scopes["layer0"].state is CaptureState.EAGER
 
 
-def test_readers_of_gradients_are_asked_for_in_warm_ups_alone(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def asked(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether it was in a capture, each time that a stream was noted."""
+    found: list[bool] = []
+    monkeypatch.setattr(toy_layer.FakeGround, "note_reader", lambda _: found.append(machine.capturing))
+    return found
+
+
+def test_streams_that_read_gradients_are_noted_until_the_capture_and_once_after_it(
+    machine: Machine, asked: list[bool]
 ) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(toy_layer.FakeGround, "note_reader", lambda _: asked.append(machine.capturing))
     stack = layers(machine, 1)
-    weight = stack[0].weight
     with capture_layers(stack, warmup=2) as graphs:
-        for number, x in enumerate(batches(4)):
+        for number, x in enumerate(batches(5)):
             run(stack, x)
-            assert len(asked) == min(number + 1, 2)
-        assert graphs.captured and not weight._backward_hooks and asked == [False, False]
+            assert len(asked) == min(number + 1, 3)
+        assert graphs.captured and not stack[0].weight._backward_hooks and asked == [False] * 3
+
+
+def test_streams_are_noted_of_warm_ups_whose_backward_comes_after_the_capture(
+    machine: Machine, asked: list[bool]
+) -> None:
+    """As under a pipeline's schedule."""
+    (layer,) = layers(machine, 1)
+    with capture_layers(layer, warmup=2) as graphs:
+        first, *rest = [layer(x).sum() for x in batches(3)]
+        assert graphs.captured and not asked
+        first.backward()
+        assert asked == [False]
+        for loss in rest:
+            loss.backward()
+        assert asked == [False] and not layer.weight._backward_hooks
+
+
+def test_nothing_is_noted_any_more_when_graphs_are_closed(machine: Machine, asked: list[bool]) -> None:
+    stack = layers(machine, 1)
     with capture_layers(stack, warmup=2):
-        run(stack, x)
-    assert len(asked) == 3 and not weight._backward_hooks
+        run(stack, batches(1)[0])
+    assert asked == [False] and not stack[0].weight._backward_hooks

@@ -90,7 +90,7 @@ def test_hooks_inside_that_are_ignored_run_in_captures_alone_and_the_report_says
     with capture_layers(outer, warmup=1, on_hooks="ignore") as graphs:
         for x in batches(4):
             outer[0](x.requires_grad_()).sum().backward()
-        assert calls[0] == 1 + 2 and calls[1] in (0, 4)  # warm-up, rehearsal, capture; and each time
+        assert calls == [1 + 2, 0 if kind.startswith("full") else 4]  # warm-up, rehearsal, capture; and each time
         assert "hooks inside of it run at its capture, and not in replays: of 0" in graphs.report()
         assert graphs.captured
 

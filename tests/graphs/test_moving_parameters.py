@@ -16,6 +16,7 @@ from te_offload.graphs import CaptureState, capture_layers
 from te_offload.graphs.layers.aliases import aliased
 from te_offload.graphs.residents import Residents
 from tests.graphs.test_layer_graphs import WIDTH, batches, layers, run, same
+from tests.support import process_groups
 from tests.support.toy_layer import Machine, install
 
 
@@ -26,10 +27,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    store = torch._C._distributed_c10d.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+    with process_groups.alone("gloo"):
+        yield init_device_mesh("cpu", (1,))
 
 
 def test_parameters_that_were_replaced_before_the_capture_are_those_of_the_graph(machine: Machine) -> None:

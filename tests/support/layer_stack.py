@@ -1,11 +1,13 @@
-"""A stack of layers with grouped MLPs of the fused Hopper op, and how tests train it."""
+"""A stack of layers with grouped MLPs of the fused Hopper op, how tests train it, and a layer of Transformer Engine's."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import transformer_engine.pytorch as te
 
 from te_offload import OffloadSession
 from te_offload.graphs import LayerGraphs
@@ -16,15 +18,30 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Layer(torch.nn.Module):
-    """A norm, whose output the experts save, the experts, and a residual."""
+    """A norm, whose output the experts save, the experts, and a residual. ``linear``: more for their linears."""
 
-    def __init__(self) -> None:
+    def __init__(self, **linear: Any) -> None:
         super().__init__()
+        size: dict[str, Any] = {"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN, "dtype": torch.bfloat16}
         self.norm = torch.nn.RMSNorm(HIDDEN, device="cuda", dtype=torch.bfloat16)
-        self.experts = make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, device="cuda", dtype=torch.bfloat16)
+        self.experts = make_mlp(**size, device="cuda", **linear)
 
     def forward(self, x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = x + self.experts(self.norm(x), sizes, scales, sizes)
+        return found
+
+
+class Dense(torch.nn.Module):
+    """Transformer Engine's modules, called as our layers are. ``options``: more for each."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        size: dict[str, Any] = {"bias": False, "device": "cuda", "params_dtype": torch.bfloat16, **options}
+        self.mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, normalization="RMSNorm", activation="swiglu", **size)
+        self.last = te.Linear(HIDDEN, HIDDEN, **size)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.last(self.mlp(x))
         return found
 
 

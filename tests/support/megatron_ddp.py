@@ -22,6 +22,7 @@ from te_offload import OffloadSession
 from te_offload.fused import hopper
 from te_offload.graphs import capture_layers
 from tests.gpu.test_main_grads_in_graphs_on_gpu import KINDS
+from tests.support import process_groups
 from tests.support.layer_stack import HIDDEN, Batch, batches
 
 LAYERS, STEPS = 3, 6
@@ -117,12 +118,10 @@ def compare(kind: str, overlap: bool, optimizer: bool, aside: bool, offloads: bo
 def main() -> None:
     """All cases."""
     os.environ[hopper.SWITCH] = "1"
-    store = torch._C._distributed_c10d.HashStore()
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    importlib.import_module("megatron.core.parallel_state").initialize_model_parallel()
-    good = [compare(kind, *case) for kind in KINDS for case in CASES]
-    torch.cuda.synchronize()
-    torch.distributed.destroy_process_group()
+    with process_groups.alone("nccl"):
+        importlib.import_module("megatron.core.parallel_state").initialize_model_parallel()
+        good = [compare(kind, *case) for kind in KINDS for case in CASES]
+        torch.cuda.synchronize()
     sys.exit(0 if all(good) else 1)
 
 

@@ -78,7 +78,7 @@ class LayerScope:
         self._modes: list[tuple[str, torch.nn.Module, bool]] = []
         self._parts: list[tuple[str, torch.nn.Module]] = []
         self._residents = Residents([module], grads=False)
-        self._watched: list[Any] = []  # handles of hooks of parameters
+        self._watched: dict[int, Any] = {}  # handles of hooks of parameters
         self._had = module.__dict__.get("forward")
         self._function = module.forward
         module.forward = self
@@ -181,19 +181,24 @@ class LayerScope:
         return found
 
     def _watch_readers(self) -> None:
-        """Have the warm-up's backward tell on which streams gradients are accumulated: a replay has to wait for those."""
-
-        def note(ground: Ground, _: torch.Tensor) -> None:
-            ground.note_reader()
-
+        """Have backwards tell on which streams gradients are accumulated, for a replay has to wait for those: all until the
+        capture and one after it, since under a pipeline's schedule the warm-up's own may come after it too.
+        """
         if not self._watched:
-            hook = functools.partial(note, self._ground)
-            self._watched = [one.register_hook(hook) for one in self.module.parameters() if one.requires_grad]
+            parameters = [one for one in self.module.parameters() if one.requires_grad]
+            self._watched = {
+                id(one): one.register_hook(functools.partial(self._note_reader, id(one))) for one in parameters
+            }
+
+    def _note_reader(self, number: int, _: torch.Tensor) -> None:
+        self._ground.note_reader()
+        if self._state is not CaptureState.WARMING_UP and number in self._watched:
+            self._watched.pop(number).remove()
 
     def _watch_no_readers(self) -> None:
-        for handle in self._watched:
+        for handle in self._watched.values():
             handle.remove()
-        self._watched = []
+        self._watched = {}
 
     def _eagerly(self, why: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.eager[why] += 1
@@ -216,7 +221,6 @@ class LayerScope:
 
     def _record(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> None:
         self._state = change(self._state, CaptureState.CAPTURING)
-        self._watch_no_readers()
         pair: GraphPair | None = None
         try:
             self._residents.look()

@@ -1,8 +1,9 @@
 """Transformer Engine's pipelines around a fused op of ours: what passes autograd, and a shorter way where the op is all.
 
-In: a class of joint fused ops. Out: nothing; two methods of `OperationFuser` are replaced, once. Keeps true: results,
-gradients, saved tensors and errors are those of Transformer Engine's own pipeline; its lists are put back after each call.
-Does not: choose fusions, or quantize: under a recipe Transformer Engine's own function runs.
+In: a class of joint fused ops; modules that are captured. Out: nothing; two methods of `OperationFuser` are replaced, once,
+and pipelines pass other parameters where they are told to. Keeps true: results, gradients, saved tensors and errors are
+those of Transformer Engine's own pipeline; its lists are put back after each call. Does not: choose fusions, or quantize:
+under a recipe Transformer Engine's own function runs.
 
 Transformer Engine's autograd function handles any row of ops: their quantizers, extra outputs, channels between them. A
 grouped MLP is mostly a Sequential of its own and has none of that; there `_OneOp` does what is left.
