@@ -17,7 +17,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from te_offload.ops import arithmetic, row_check, split_sizes, te_adapter
+from te_offload.ops import arithmetic, gathers, row_check, split_sizes, te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 
 
@@ -75,6 +75,7 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """As in ``te.ops.GroupedLinear``, which sets up the quantizers one by one; unless they are. A call begins."""
+        gathers.wait_for_parameters(self)
         split_sizes.begin_call()
         if not te_adapter.usages_are_set(self, requires_grad=requires_grad):
             super().pre_fuser_forward(requires_grad=requires_grad)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,11 +118,20 @@ def test_layers_inside_of_distributed_data_parallel_are_graphs(offloads: bool) -
         session.close()
 
 
-def test_layers_inside_of_megatrons_data_parallelism_have_the_bits_of_eager_steps() -> None:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
-    done = subprocess.run([sys.executable, "-m", "tests.support.megatron_ddp"], capture_output=True, text=True)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("what", "cases"), [("torch", 3), ("megatron", 12)])
+def test_layers_inside_of_data_parallelism_have_the_bits_of_eager_steps(
+    what: str, cases: int, ranks: int, tmp_path: Path
+) -> None:
+    """Megatron-core's with the hooks that wait for parameters, too."""
+    if what == "megatron":
+        pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
+    if torch.cuda.device_count() < ranks:
+        pytest.skip("needs two GPUs")
+    script = [sys.executable, "-m", "tests.support.data_parallel", str(ranks), str(tmp_path / "meeting"), what]
+    done = subprocess.run(script, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.count("same bits True, captured True") == 8
+    assert done.stdout.count(": as it should be: same bits True, captured True") == cases * ranks, done.stdout
 
 
 @pytest.mark.parametrize("grads", [False, True], ids=["evaluation", "gradients of averages"])

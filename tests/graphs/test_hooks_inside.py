@@ -12,6 +12,7 @@ from te_offload import Fate, OffloadSession
 from te_offload.errors import ArgumentError
 from te_offload.graphs import CaptureState, capture_layers
 from tests.graphs.test_layer_graphs import batches, layers, run
+from tests.support.gather_hooks import put_gathers
 from tests.support.toy_layer import Machine, install
 
 
@@ -132,6 +133,103 @@ def test_a_layer_may_have_hooks_itself(machine: Machine) -> None:
         for x in batches(3):
             run(outer, x)
         assert graphs.captured and "hooks" not in graphs.report()
+
+
+def gathers(stack: Any, calls: list[str], *, adds: float = 0.0) -> list[Any]:
+    """On each layer a hook with which parameters are waited for. Their handles."""
+
+    def wait(module: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(adds)
+        calls.append(type(module).__name__)
+
+    return put_gathers(stack, wait)
+
+
+@pytest.mark.parametrize("on_hooks", ["eager", "ignore"])
+def test_megatrons_waits_for_parameters_are_called_before_each_replay(machine: Machine, on_hooks: str) -> None:
+    eager, stack = layers(machine, 2), layers(machine, 2)
+    calls: list[str] = []
+    handles = gathers(stack, calls)
+    with capture_layers(around(stack), warmup=1, on_hooks=on_hooks) as graphs:
+        outer = torch.nn.ModuleList(scope.module for scope in graphs.scopes.values())
+        for number, x in enumerate(batches(6)):
+            before = len(calls)
+            assert torch.equal(run(eager, x), run(outer, x))
+            if number == 1:  # before the capture, in its rehearsal, and in it
+                assert len(calls) - before == 2 * 3
+            else:
+                assert len(calls) - before == 2
+        assert graphs.captured and [scope.replays for scope in graphs.scopes.values()] == [5, 5]
+        assert "hooks" not in graphs.report()
+        for handle in handles:
+            handle.remove()
+        before = len(calls)
+        run(outer, batches(1)[0])
+        assert len(calls) == before and [scope.replays for scope in graphs.scopes.values()] == [6, 6]
+
+
+def test_replays_read_the_parameters_that_megatrons_hooks_have_waited_for(machine: Machine) -> None:
+    eager, stack = layers(machine, 1), layers(machine, 1)
+    (outer,) = around(stack)
+    with capture_layers(outer, warmup=1) as graphs:
+        for x in batches(3):
+            assert torch.equal(eager[0](x), outer(x))
+        gathers(stack, [], adds=0.5)
+        gathers(eager, [], adds=0.5)
+        for x in batches(2):
+            found, expected = outer(x), eager[0](x)
+            assert torch.equal(found, expected)
+            del found
+        assert graphs.scopes["layer0"].replays == 4
+
+
+def test_another_hook_beside_megatrons_keeps_the_layer_eager(machine: Machine) -> None:
+    stack = layers(machine, 1)
+    (outer,) = around(stack)
+    calls: list[str] = []
+    gathers(stack, calls)
+    with capture_layers(outer, warmup=1) as graphs:
+        first, second, third, *rest = batches(5)
+        outer(first).sum().backward()
+        handle = stack[0].register_forward_pre_hook(lambda *_: None)
+        outer(second).sum().backward()
+        assert len(calls) == 2 and graphs.scopes["layer0"].replays == 0
+        handle.remove()
+        outer(third).sum().backward()
+        assert graphs.captured
+        stack[0].register_forward_hook(lambda *_: None)
+        before = len(calls)
+        for x in rest:
+            outer(x).sum().backward()
+        assert len(calls) == before + 2 and graphs.scopes["layer0"].replays == 1
+        assert dict(graphs.scopes["layer0"].eager) == {"modules inside of it have hooks, which no replay calls: 0": 3}
+
+
+def test_hooks_of_all_modules_keep_layers_with_modules_inside_eager(machine: Machine) -> None:
+    calls: list[str] = []
+    stack = layers(machine, 1)
+    (outer,) = around(stack)
+    alone = layers(machine, 1)[0]
+    with capture_layers([outer, alone], warmup=1) as graphs:
+        scopes = graphs.scopes
+        for x in batches(2):
+            outer(x).sum().backward()
+            alone(x).sum().backward()
+        handle = torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda module, _: calls.append(type(module).__name__)
+        )
+        try:
+            for x in batches(2):
+                outer(x).sum().backward()
+                alone(x).sum().backward()
+        finally:
+            handle.remove()
+        assert calls == ["Sequential", "Toy", "Toy"] * 2
+        assert [scope.replays for scope in scopes.values()] == [1, 3]
+        (why,) = scopes["layer0"].eager
+        assert why.endswith("no replay calls: all modules, by torch.nn.modules.module.register_module_...")
 
 
 def test_unknown_way_to_take_hooks_is_an_error(machine: Machine) -> None:

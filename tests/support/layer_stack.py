@@ -57,9 +57,9 @@ class Model(torch.nn.Module):
         return x
 
 
-def batches(count: int) -> Iterator[Batch]:
+def batches(count: int, seed: int = 0) -> Iterator[Batch]:
     """Random inputs, and random routing of the same number of tokens."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(seed)
     for _ in range(count):
         x = torch.randn(TOKENS, HIDDEN, generator=random).cuda().bfloat16()
         cuts = torch.randint(0, TOKENS + 1, (EXPERTS - 1,), generator=random).sort().values.tolist()

@@ -23,6 +23,7 @@ from te_offload.graphs.backend import CudaBackend
 from te_offload.graphs.collectives import check_process_groups
 from te_offload.graphs.layers.buffers import strides_of
 from te_offload.graphs.layers.ground import Ground
+from te_offload.graphs.layers.hooks import Hooks
 from te_offload.graphs.layers.pair import Flight, GraphPair
 from te_offload.graphs.reasons import explained, waits_for_another_stream, without_frames
 from te_offload.graphs.residents import Residents
@@ -76,7 +77,7 @@ class LayerScope:
         self._flags: tuple[Any, ...] = ()
         self._layouts: dict[int, tuple[int, ...]] = {}  # of gradients of the warm-up's outputs
         self._modes: list[tuple[str, torch.nn.Module, bool]] = []
-        self._parts: list[tuple[str, torch.nn.Module]] = []
+        self._hooks = Hooks(module)
         self._residents = Residents([module], grads=False)
         self._watched: dict[int, Any] = {}  # handles of hooks of parameters
         self._had = module.__dict__.get("forward")
@@ -102,12 +103,15 @@ class LayerScope:
         if self._state is CaptureState.EAGER:
             return self._function(*args, **kwargs)
         why = _why_eagerly(quantized=self._ground.quantized)
+        if self._state is not CaptureState.CAPTURED:
+            self._hooks.look()
         if why is None and self._on_hooks == "eager":
-            hooked = self._hooked()
-            if hooked:
-                why = f"modules inside of it have hooks, which no replay calls: {', '.join(hooked)}"
+            uncalled = self._hooks.uncalled()
+            if uncalled:
+                why = f"modules inside of it have hooks, which no replay calls: {', '.join(uncalled)}"
         if why is not None:
             return self._eagerly(why, args, kwargs)
+        self._hooks.wait_for_parameters()
         leaves = pytree.tree_leaves((args, kwargs))
         self.look_at_rows()
         if self._state is CaptureState.CAPTURED:
@@ -131,11 +135,6 @@ class LayerScope:
         self.replays += 1
         self._residents.refresh()
         return self._replay(self._pair, leaves)
-
-    def _hooked(self) -> list[str]:
-        if self._state is not CaptureState.CAPTURED:
-            self._parts = [(title, part) for title, part in self.module.named_modules() if title]
-        return [title for title, part in self._parts if _has_hooks(part)]
 
     def look_at_rows(self) -> None:
         """See `Capture.check_rows`; without waiting."""
@@ -277,7 +276,7 @@ class LayerScope:
         self._signature = signature.placed(leaves)
         self._flags = _flags(leaves)
         self._modes = [(title, part, part.training) for title, part in self.module.named_modules()]
-        self.ignored = [title for title, part, _ in self._modes if title and _has_hooks(part)]
+        self.ignored = self._hooks.uncalled()
         self._residents.note()
         self._pair = pair
         self._state = change(self._state, CaptureState.CAPTURED)
@@ -321,12 +320,6 @@ def session_inside(module: torch.nn.Module) -> str | None:
                 "to what is captured or encloses that, or capture what the session is attached to"
             )
     return None
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 class _Replay(torch.autograd.Function):
