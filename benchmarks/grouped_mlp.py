@@ -8,8 +8,10 @@ All ways run in one process with the same weights and inputs, interleaved, colum
 runs before a way decides the card's clock, and an eager way that waits for the host lets it rest. Each number is the median
 over the rounds of a few calls in a row (`--calls`), by events on the GPU. The first call of a row finds the GPU idle, which
 an eager row of few calls shows; with many calls in a row the GPU has no rest, and runs at its sustained clock. `graph` is
-the same forward and backward captured and replayed. `host` is what a forward takes the host, by its own clock, with the GPU
-idle before it: after the other ways' turns, which throw it out of the host's caches, and `again` right after itself.
+the same forward and backward captured and replayed, `one thread` the eager one with autograd working in the calling thread
+(`torch.autograd.set_multithreading_enabled(False)`) and not in one of its own. `host` is what a forward takes the host, by
+its own clock, with the GPU idle before it: after the other ways' turns, which throw it out of the host's caches, and
+`again` right after itself.
 `bare kernels` are the launches of the fused op without autograd and Transformer Engine around them. `QuACK's GEMMs` are
 the same six products with QuACK's own host code, on packed weights, with our tiles and without any activation: the floor.
 QuACK gives tiles out from the start unless asked to have them taken one by one, from counts that a memset then sets to
@@ -47,8 +49,8 @@ from te_offload.ops import te_adapter
 from te_offload.units import format_bytes
 
 CALLS = 4
-HOST, AGAIN = "host", "host again"
-KINDS = ("forward", "forward graph", "step", "graph", HOST, AGAIN)  # the columns
+HOST, AGAIN, ONE_THREAD = "host", "host again", "step, one thread"
+KINDS = ("forward", "forward graph", "step", ONE_THREAD, "graph", HOST, AGAIN)  # the columns
 Step = Callable[[], Any]
 
 
@@ -288,11 +290,12 @@ def measure(ways: dict[str, dict[str, Step]], rounds: int, calls: int) -> dict[t
             shuffled.shuffle(names)
             for name in names:
                 by_host = kind in (HOST, AGAIN)
-                step = ways[name].get("forward" if by_host else kind)
+                step = ways[name].get("forward" if by_host else "step" if kind == ONE_THREAD else kind)
                 if step is not None:
                     if kind == AGAIN:
                         host_milliseconds(step)
-                    spent = host_milliseconds(step) if by_host else milliseconds(step, calls)
+                    with torch.autograd.set_multithreading_enabled(kind != ONE_THREAD):
+                        spent = host_milliseconds(step) if by_host else milliseconds(step, calls)
                     times.setdefault((name, kind), []).append(spent)
     return {key: statistics.median(values[2:]) for key, values in times.items()}
 
@@ -365,8 +368,8 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}"
     )
     print(f"{shape} {arguments.recipe or 'bf16'}{skewed}, {arguments.rounds} rounds of {arguments.calls} calls; ms\n")
-    print("| way | forward | as a graph | forward + backward | as a graph | host, forward | again |")
-    print("|---|---|---|---|---|---|---|")
+    print("| way | forward | as a graph | forward + backward | one thread | as a graph | host, forward | again |")
+    print("|---|---|---|---|---|---|---|---|")
     for name in ways:
         cells = (medians.get((name, kind)) for kind in KINDS)
         print(f"| {name} | {' | '.join('-' if cell is None else f'{cell:.3f}' for cell in cells)} |")
@@ -379,7 +382,7 @@ def main() -> None:
     if arguments.json:
         rows = [{"way": name, "kind": kind, "ms": value} for (name, kind), value in medians.items()]
         result = {
-            "schema": "1.4",
+            "schema": "1.5",
             "shape": shape,
             "calls": arguments.calls,
             "skew": arguments.skew,

@@ -2,7 +2,8 @@
 
     ./run benchmarks.layer_graphs [--layers 24 --experts 8 --hidden 4096 --ffn 2048 --tokens 32768] [--fraction 0.25]
                                   [--recipe bf16|current|blocks] [--weights-made-again] [--main-grad]
-                                  [--ways eager "layer graphs"] [--rounds 10] [--max-in-flight 256MiB] [--json FILE]
+                                  [--ways eager "layer graphs"] [--one-thread] [--rounds 10] [--max-in-flight 256MiB]
+                                  [--json FILE]
 
 A layer is a norm, a grouped MLP of te_offload and a residual; what comes before the first one has a parameter too, as an
 embedding has, so that each layer's input requires a gradient. Gradients stay from step to step and are zeroed, as under a
@@ -197,12 +198,14 @@ def main() -> None:
     parser.add_argument("--recipe", choices=RECIPES, default="bf16")
     parser.add_argument("--weights-made-again", action="store_true", help="keep_quantized_weight=False")
     parser.add_argument("--main-grad", action="store_true", help="accumulate_into_main_grad")
+    parser.add_argument("--one-thread", action="store_true", help="autograd works in the calling thread, in all ways")
     parser.add_argument("--max-in-flight", default="256MiB", help="of the sessions")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which; the first is compared with")
     parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
     os.environ[hopper.SWITCH] = "1"
+    torch.autograd.set_multithreading_enabled(not arguments.one_thread)
     if arguments.memory_of:
         print(json.dumps(memory_of(arguments.memory_of, arguments)))
         return
@@ -231,7 +234,8 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; L{arguments.layers} E{arguments.experts} "
         f"H{arguments.hidden} F{arguments.ffn} T{arguments.tokens} {arguments.recipe}"
-        f"{', weights made again' if arguments.weights_made_again else ''}{', main_grad' if arguments.main_grad else ''}, "
+        f"{', weights made again' if arguments.weights_made_again else ''}{', main_grad' if arguments.main_grad else ''}"
+        f"{', backward in the calling thread' if arguments.one_thread else ''}, "
         f"fused, fraction {arguments.fraction}; "
         f"{arguments.rounds} rounds\n"
     )
@@ -247,11 +251,12 @@ def main() -> None:
         )
     if arguments.json:
         result = {
-            "schema": "1.2",
+            "schema": "1.3",
             "shape": [arguments.layers, arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens],
             "recipe": arguments.recipe,
             "weights_made_again": arguments.weights_made_again,
             "main_grad": arguments.main_grad,
+            "one_thread": arguments.one_thread,
             "fraction": arguments.fraction,
             "rows": rows,
         }

@@ -1,7 +1,7 @@
 """One training step of a stack of grouped MLPs: without offloading, with ours, with Transformer Engine's own context.
 
     ./run benchmarks.offload [--shape 64] [--shape 8] [--fp8] [--activation srelu|swiglu] [--asks [tolist|numbers_on_host]]
-                             [--fused] [--rounds 20] [--only TEXT] [--json FILE]
+                             [--fused] [--one-thread] [--rounds 20] [--only TEXT] [--json FILE]
 
 All ways run in one process, interleaved, forwards and backwards through the list by turns (A B B A); each time is the
 median over the rounds, of the host's clock around a step that ends with a synchronization. Before that each has run the
@@ -259,6 +259,7 @@ def setting(rounds: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformer_engine": te_adapter.installed_version(),
         "cublaslt": f"{number // 10000}.{number // 100 % 100}",
+        "backward": "in autograd's thread" if torch._C._is_multithreading_enabled() else "in the calling thread",
         "rounds": rounds,
     }
 
@@ -273,12 +274,14 @@ def main() -> None:
         "--asks", nargs="?", const="tolist", choices=tuple(ASKS), help="split sizes are asked for so before each layer"
     )
     parser.add_argument("--fused", action="store_true", help="our ops run fused; with others' engines plain te.ops too")
+    parser.add_argument("--one-thread", action="store_true", help="autograd works in the calling thread, in all ways")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", help="the first three ways, and those with this text in their name")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.offload needs a CUDA device; torch sees none here.")
+    torch.autograd.set_multithreading_enabled(not arguments.one_thread)
     head = setting(arguments.rounds)
     print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
     results = []
@@ -290,7 +293,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     if arguments.json:
-        arguments.json.write_text(json.dumps({"schema": "3.0", "setting": head, "results": results}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"schema": "3.1", "setting": head, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What plans say of a step, its time and its memory, beside the step that follows.
 
-    ./run benchmarks.plans [--shape 64] [--shape 8] [--fp8] [--fused] [--fractions 0.1 0.3 1.0] [--rounds 10] [--json FILE]
+    ./run benchmarks.plans [--shape 64] [--shape 8] [--fp8] [--fused] [--one-thread] [--fractions 0.1 0.3 1.0]
+                           [--rounds 10] [--json FILE]
 
 A session for each fraction of the bytes (of `OffloadSession`), beside none, all in one process, interleaved, forwards
 and backwards by turns. A plan is made once, in its session's first steps, and its forecast is of their times; the host may
@@ -114,11 +115,13 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
     parser.add_argument("--fused", action="store_true", help="layers run fused")
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="of the bytes that may go")
+    parser.add_argument("--one-thread", action="store_true", help="autograd works in the calling thread, in all ways")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.plans needs a CUDA device; torch sees none here.")
+    torch.autograd.set_multithreading_enabled(not arguments.one_thread)
     head = setting(arguments.rounds)
     print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
     results = []
@@ -129,7 +132,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     if arguments.json:
-        arguments.json.write_text(json.dumps({"schema": "1.0", "setting": head, "results": results}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"schema": "1.1", "setting": head, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
