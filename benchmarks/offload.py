@@ -16,6 +16,8 @@ With `--asks` each layer first asks the GPU for its split sizes, in every way, a
 (by `tolist`; or past the copies, by `te_offload.numbers_on_host`): what an engine has queued on the link must not make the
 host wait.
 
+What a session costs that offloads nothing is measured by itself afterwards, in pairs of steps, with it and without.
+
 `floor` is the makespan of the step's dependency graph with times measured in the same run: each layer's forward and
 backward alone, each copy at the measured rate of the link (alone, or while both directions are busy) after its producer,
 each backward after its slots; out in the order of production, back in the order of need, any number of bytes in flight.
@@ -49,6 +51,7 @@ from te_offload.ops import te_adapter
 
 SHAPES = {"64": (8, 64, 2048, 1408, 32768), "8": (6, 8, 4096, 14336, 16384)}
 TE = "Transformer Engine's context"
+COST_PAIRS = 32  # of steps with a session that offloads nothing and without; two of them are timed
 
 
 def ways(layers: int, *, fused: bool = False, fp8: bool = False) -> list[Way]:
@@ -142,13 +145,8 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
         for variant, row in pairs if number % 2 == 0 else reversed(pairs):
             if variant is variants[2]:
                 alone.append(time_layers(variants[1].model, inputs, shape))
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            variant.step()
-            torch.cuda.synchronize()
-            row["ms"].append(1e3 * (time.perf_counter() - start))
-            if variant.session is not None:
-                row.setdefault("timed", []).append(variant.was_timed())
+            row["ms"].append(step_ms(variant))
+    rows[2]["cost"] = cost_of_looking(*time_looking(variants[1], variants[2], max(COST_PAIRS, rounds)))
     gc.enable()
     times = statistics.median(forward for forward, _ in alone), statistics.median(backward for _, backward in alone)
     link = time_link()
@@ -157,8 +155,6 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
             continue
         record = variant.session.timed_record
         assert record is not None
-        if not record.bytes_out:
-            row["cost"] = cost_of_looking(rows[1]["ms"], row["ms"], row["timed"])
         row |= {
             "bytes_out": record.bytes_out,
             "bytes_back": record.bytes_back,
@@ -178,9 +174,32 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
     return {"shape": shape.title, "link": vars_of(link), "layer_ms": times, "layer_ms_by_round": alone, "rows": rows}
 
 
+def step_ms(variant: Variant) -> float:
+    """One step, by the host's clock."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    variant.step()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def time_looking(without: Variant, with_session: Variant, pairs: int) -> tuple[list[float], list[float], list[bool]]:
+    """Milliseconds of steps without and with a session that offloads nothing, in pairs and both orders by turns, and
+    whether the session timed its step. One without comes before each pair: others leave the card cooler, and so quicker.
+    """
+    before, after, timed = list[float](), list[float](), list[bool]()
+    for number in range(pairs):
+        gc.collect()
+        without.step()
+        for variant in (without, with_session) if number % 2 == 0 else (with_session, without):
+            (before if variant is without else after).append(step_ms(variant))
+        timed.append(with_session.was_timed())
+    return before, after, timed
+
+
 def cost_of_looking(without: list[float], with_session: list[float], timed: list[bool]) -> float | None:
     """What a session that offloads nothing adds to a step, as a share of it: the medians of the differences to the step of
-    the same round without a session, of timed steps and of others, weighted as they occur in a long run.
+    the same pair without a session, of timed steps and of others, weighted as they occur in a long run.
     """
     pairs = list(zip(without, with_session, timed, strict=True))
     medians = []
@@ -247,7 +266,10 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} | {'same' if row['same_bits'] else 'DIFFER'} |")
     for row in result["rows"]:
         if row.get("cost") is not None:
-            lines += ["", f"{row['name']}: {row['cost']:+.2%} of a step, by paired rounds."]
+            lines += [
+                "",
+                f"{row['name']}: {row['cost']:+.2%} of a step, by {max(COST_PAIRS, len(row['ms']))} pairs of steps.",
+            ]
     return "\n".join(lines)
 
 

@@ -49,6 +49,29 @@ def test_cost_of_looking_weighs_timed_steps_as_they_occur_in_a_long_run() -> Non
     assert offload.cost_of_looking([10.0], [12.0], [True]) is None  # no step without times
 
 
+def test_steps_with_a_session_and_without_come_in_pairs_in_both_orders_after_one_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    order: list[str] = []
+
+    class Steps:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def step(self) -> None:
+            order.append(self.name)
+
+        def was_timed(self) -> bool:
+            return len(order) == 3
+
+    without, with_session = Steps("without"), Steps("with")
+    before, after, timed = offload.time_looking(without, with_session, 3)  # type: ignore[arg-type]
+    pair, other = ["without", "without", "with"], ["without", "with", "without"]
+    assert order == [*pair, *other, *pair]
+    assert len(before) == len(after) == 3 and timed == [True, False, False]
+
+
 def test_terms_take_the_worst_window_and_not_the_worst_of_each_term() -> None:
     moments = [
         SimpleNamespace(label=label, nbytes=nbytes)
