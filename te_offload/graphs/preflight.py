@@ -1,4 +1,4 @@
-"""Whether a CUDA graph would pay: what it can win is the time in which the GPU waits for launches.
+"""Whether a CUDA graph would pay: what it can win is the time in which the GPU waits for launches; or one thread.
 
 In: a function and inputs. Out: `Preflight`: times of an eager call, and what they predict. Keeps true: nothing is captured;
 times are measured, the prediction is arithmetic that can be read here. Does not: know the copies of inputs that a graph
@@ -6,6 +6,10 @@ needs.
 
 While the GPU is busy, a graph wins nothing. Predicted is the union of the intervals in which the GPU is busy, and a gap
 between two kernels of one graph.
+
+A part of the waiting may be autograd's own: it runs the GPU's part of a backward in a thread of its own, on another core,
+while the calling one waits. `torch.autograd.set_multithreading_enabled(False)` has the calling one do it, in the same order
+where the graph lies on one GPU. So that is measured too.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from typing import Any
 
 import torch
 
+from te_offload.errors import ArgumentError
+
 GAP_US = 1.0  # from one kernel of a graph to the next that waits for it
 WORTH = 1.05  # a gain below this is lost in copies of inputs, and in what a graph forbids
 
@@ -27,11 +33,13 @@ class Preflight:
 
     Attributes:
         ms: of a call, when calls follow one another. busy_ms: of which the GPU computes or copies. kernels: of a call.
+        one_thread_ms: of a call with autograd in the calling thread.
     """
 
     ms: float
     busy_ms: float
     kernels: int
+    one_thread_ms: float
 
     @property
     def launch_bound(self) -> float:
@@ -58,7 +66,8 @@ class Preflight:
         return (
             f"{self.ms:.3f} ms a call, the GPU busy for {self.busy_ms:.3f} ms in {self.kernels} kernels and copies: "
             f"{self.launch_bound:.0%} is waiting for launches. As a graph {self.predicted_ms:.3f} ms predicted, "
-            f"{self.gain:.2f} times as fast; {advice}."
+            f"{self.gain:.2f} times as fast; {advice}. Without a graph, under "
+            f"torch.autograd.set_multithreading_enabled(False), {self.one_thread_ms:.3f} ms."
         )
 
 
@@ -66,16 +75,17 @@ def preflight(function: Callable[..., Any], inputs: Sequence[Any] = (), *, runs:
     """Measure a function that runs on the current GPU, eagerly.
 
     Args:
-        function: it may hold a training step; it is called ``3 + 2 * runs`` times. inputs: for it. runs: to measure.
+        function: it may hold a training step; it is called ``3 + 3 * runs`` times. inputs: for it.
+        runs: to measure, at least 2.
+
+    Raises:
+        ArgumentError: fewer runs.
     """
+    if runs < 2:
+        raise ArgumentError(f"preflight: runs must be at least 2, but is {runs}.")
     for _ in range(3):
         function(*inputs)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(runs):
-        function(*inputs)
-    torch.cuda.synchronize()
-    ms = 1e3 * (time.perf_counter() - began) / runs
+    ms, one_thread_ms = milliseconds(function, inputs, runs)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(runs):
@@ -86,7 +96,23 @@ def preflight(function: Callable[..., Any], inputs: Sequence[Any] = (), *, runs:
         for event in profile.events() or ()
         if event.device_type.name == "CUDA"
     ]
-    return Preflight(ms, 1e-3 * busy(intervals) / runs, round(len(intervals) / runs))
+    return Preflight(ms, 1e-3 * busy(intervals) / runs, round(len(intervals) / runs), one_thread_ms)
+
+
+def milliseconds(function: Callable[..., Any], inputs: Sequence[Any], runs: int) -> tuple[float, float]:
+    """Of a call as things are, and with autograd in the calling thread; in four rows, the outer two as things are."""
+    as_it_is = torch._C._is_multithreading_enabled()
+    spent = {False: 0.0, True: 0.0}
+    half = runs // 2
+    for one_thread, calls in ((False, half), (True, half), (True, runs - half), (False, runs - half)):
+        with torch.autograd.set_multithreading_enabled(as_it_is and not one_thread):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(calls):
+                function(*inputs)
+            torch.cuda.synchronize()
+            spent[one_thread] += time.perf_counter() - began
+    return 1e3 * spent[False] / runs, 1e3 * spent[True] / runs
 
 
 def busy(intervals: Iterable[tuple[float, float]]) -> float:
