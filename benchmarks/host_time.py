@@ -1,6 +1,6 @@
 """How much of the host's time a session costs: for a slot of one tensor, for each further tensor, for a layer.
 
-    ./run benchmarks.host_time [--device cpu] [--json FILE]
+    ./run benchmarks.host_time [--device cpu] [--one-thread] [--json FILE]
 
 A layer here is an autograd function that saves tensors in some slots and does next to nothing else; its forward and
 backward are timed with and without a session around it, over many layers. Between the two, untimed, the copies out end, as
@@ -450,8 +450,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--nbytes", type=int, default=131072, help="of each slot of an op")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--one-thread", action="store_true", help="autograd works in the calling thread")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
+    torch.autograd.set_multithreading_enabled(not arguments.one_thread)
     device = torch.device(arguments.device)
     if device.type != "cuda":
         os.environ.setdefault(hopper.SWITCH, "reference")
@@ -482,8 +484,8 @@ def main() -> None:
     if bare is not None:
         print(f"| torch's calls alone | a copy out and back | {bare:.1f} | | |")
     if arguments.json:
-        result = {"schema": "3.3", "place": place, "rows": rows, "whole_layer_us": whole, "bare_us": bare}
-        result |= {"fused_mlp_us": fused, "fused_mlp_without_us": unattended}
+        result = {"schema": "3.4", "place": place, "rows": rows, "whole_layer_us": whole, "bare_us": bare}
+        result |= {"one_thread": arguments.one_thread, "fused_mlp_us": fused, "fused_mlp_without_us": unattended}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
