@@ -48,6 +48,8 @@ def test_no_other_hook_of_an_op_in_a_sequential_is_called() -> None:
     module = make_mlp()
     calls: list[Any] = []
     put_gathers([module[0]], calls.append)
+    put_gathers([module[0]], lambda _: calls.append("of another module"), module="megatron.core.distributed.fsdp")
+    put_gathers([module[0]], lambda _: calls.append("another of that module"), name="DistributedDataParallel.hook")
     module[0].register_forward_pre_hook(lambda *_: calls.append("another"))
     x, sizes, scales = make_inputs(SPLITS)
     module(x, sizes, scales, sizes)

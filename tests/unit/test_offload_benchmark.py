@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,8 @@ def test_steps_with_a_session_and_without_come_in_pairs_in_both_orders_after_one
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     order: list[str] = []
+    seconds = {"without": 1, "with": 2}
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(map(seconds.__getitem__, order)))
 
     class Steps:
         def __init__(self, name: str) -> None:
@@ -69,7 +72,7 @@ def test_steps_with_a_session_and_without_come_in_pairs_in_both_orders_after_one
     before, after, timed = offload.time_looking(without, with_session, 3)  # type: ignore[arg-type]
     pair, other = ["without", "without", "with"], ["without", "with", "without"]
     assert order == [*pair, *other, *pair]
-    assert len(before) == len(after) == 3 and timed == [True, False, False]
+    assert before == [1000] * 3 and after == [2000] * 3 and timed == [True, False, False]
 
 
 def test_terms_take_the_worst_window_and_not_the_worst_of_each_term() -> None:
