@@ -58,6 +58,7 @@ def capture_layers(
             recipe is another call. ``False``: they run eagerly.
         on_hooks: for hooks of modules inside of a layer, which no replay calls (those of the layer itself run as ever): run
             it ``"eager"`` while it has any, or ``"ignore"`` them, as is right for hooks whose work is all on the GPU.
+            Megatron-core's that wait for parameters are called before each replay, and keep no layer eager.
 
     Raises:
         ArgumentError: no layers, a layer twice or inside another, one inside of which a session is attached, no warm-up, or
