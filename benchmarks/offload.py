@@ -32,24 +32,21 @@ in flight, back ahead of the backward, and in use); the worst window counts.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import gc
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.floor import floor_ms, time_layers, time_link
 from benchmarks.stack import ASKS, Shape, Variant, Way, make_inputs
+from benchmarks.stack_runs import parser_of, run
 from te_offload import StepRecord
 from te_offload.offload.engine import TIMED_EVERY, TIMED_FIRST
 from te_offload.offload.timeline import Link
-from te_offload.ops import te_adapter
 
-SHAPES = {"64": (8, 64, 2048, 1408, 32768), "8": (6, 8, 4096, 14336, 16384)}
 TE = "Transformer Engine's context"
 COST_PAIRS = 32  # of steps with a session that offloads nothing and without; two of them are timed
 
@@ -273,49 +270,24 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def setting(rounds: int) -> dict[str, Any]:
-    """Of a run: the card, the versions, the rounds."""
-    number = te_adapter.cublaslt_version()
-    return {
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformer_engine": te_adapter.installed_version(),
-        "cublaslt": f"{number // 10000}.{number // 100 % 100}",
-        "backward": "in autograd's thread" if torch._C._is_multithreading_enabled() else "in the calling thread",
-        "rounds": rounds,
-    }
-
-
 def main() -> None:
     """Run, print a table for each shape, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="64 or 8 experts; default: both")
-    parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
+    parser = parser_of(__doc__, rounds=20)
     parser.add_argument("--activation", choices=("srelu", "swiglu"), default="srelu")
     parser.add_argument(
         "--asks", nargs="?", const="tolist", choices=tuple(ASKS), help="split sizes are asked for so before each layer"
     )
     parser.add_argument("--fused", action="store_true", help="our ops run fused; with others' engines plain te.ops too")
-    parser.add_argument("--one-thread", action="store_true", help="autograd works in the calling thread, in all ways")
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", help="the first three ways, and those with this text in their name")
-    parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.offload needs a CUDA device; torch sees none here.")
-    torch.autograd.set_multithreading_enabled(not arguments.one_thread)
-    head = setting(arguments.rounds)
-    print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
-    results = []
-    for name in arguments.shape or SHAPES:
-        gated = arguments.activation == "swiglu"
-        shape = Shape(*SHAPES[name], fp8=arguments.fp8, gated=gated, asks=arguments.asks, fused=arguments.fused)
-        results.append(measure(shape, arguments.rounds, arguments.only))
-        print("\n" + table(results[-1]), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"schema": "3.1", "setting": head, "results": results}, indent=1) + "\n")
+    gated = arguments.activation == "swiglu"
+    run(
+        arguments,
+        functools.partial(Shape, fp8=arguments.fp8, gated=gated, asks=arguments.asks, fused=arguments.fused),
+        lambda shape: measure(shape, arguments.rounds, arguments.only),
+        table,
+        schema="3.1",
+    )
 
 
 if __name__ == "__main__":

@@ -12,19 +12,17 @@ timed; the most saved tensors on the device in that step; torch's peak over one 
 
 from __future__ import annotations
 
-import argparse
+import functools
 import gc
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.offload import SHAPES, setting
 from benchmarks.stack import Shape, Variant, Way, make_inputs
+from benchmarks.stack_runs import parser_of, run
 from te_offload.offload.engine import TIMED_FIRST
 
 FRACTIONS = tuple(number / 10 for number in range(1, 11))
@@ -110,29 +108,17 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run, print a table for each shape, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="64 or 8 experts; default: both")
-    parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
+    parser = parser_of(__doc__, rounds=10)
     parser.add_argument("--fused", action="store_true", help="layers run fused")
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="of the bytes that may go")
-    parser.add_argument("--one-thread", action="store_true", help="autograd works in the calling thread, in all ways")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.plans needs a CUDA device; torch sees none here.")
-    torch.autograd.set_multithreading_enabled(not arguments.one_thread)
-    head = setting(arguments.rounds)
-    print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
-    results = []
-    for name in arguments.shape or SHAPES:
-        shape = Shape(*SHAPES[name], fp8=arguments.fp8, fused=arguments.fused)
-        results.append(measure(shape, arguments.fractions, arguments.rounds))
-        print("\n" + table(results[-1]), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"schema": "1.1", "setting": head, "results": results}, indent=1) + "\n")
+    run(
+        arguments,
+        functools.partial(Shape, fp8=arguments.fp8, fused=arguments.fused),
+        lambda shape: measure(shape, arguments.fractions, arguments.rounds),
+        table,
+        schema="1.1",
+    )
 
 
 if __name__ == "__main__":

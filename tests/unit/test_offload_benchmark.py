@@ -94,6 +94,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
     monkeypatch.setattr(stack, "DEVICE", "cpu")
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(offload, "COST_PAIRS", 2)  # of which none is timed
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
 
@@ -112,6 +113,7 @@ def test_the_whole_benchmark_runs_every_way_of_ours_and_fills_its_table(
     result = offload.measure(Shape(3, 2, 256, 512, 2048, fp8=False), 2, None)
     assert [row["name"] for row in result["rows"]] == [way.name for way in offload.ways(3)]
     assert all(row["same_bits"] for row in result["rows"])
+    assert [row["name"] for row in result["rows"] if "cost" in row] == [offload.ways(3)[2].name]
     out = {row["name"]: row["bytes_out"] >> 20 for row in result["rows"] if "floors_ms" in row}
     assert out.pop("te_offload, a plan for a tenth of the bytes") > 0
     assert list(out.values()) == [0, 15, 10, 10, 5, 5, 3]  # of 1, 2 and 2 MiB a layer, as the grouped path saves them
