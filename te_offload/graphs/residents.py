@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from te_offload.ops import te_adapter
@@ -80,8 +80,9 @@ class Residents:
         for title, _, _, tensor in self._places:
             if title in self._sharded and not isinstance(tensor, DTensor):
                 return f"{title} is sharded between calls, and gathered anew for each forward and backward"
-        if any(isinstance(part, FSDPModule) for module in self._modules for part in module.modules()):
-            return "its parameters are sharded by fully_shard, and gathered anew for each forward and backward"
+        for part in (part for module in self._modules for part in module.modules()):
+            if isinstance(part, (FSDPModule, FullyShardedDataParallel)):
+                return "its parameters are sharded by FSDP, and gathered anew for each forward and backward"
         return None
 
     def begin_again(self) -> None:

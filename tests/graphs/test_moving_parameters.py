@@ -80,7 +80,7 @@ def test_layers_that_are_sharded_later_are_no_graphs_either(machine: Machine, me
         fully_shard(layer, mesh=mesh)
         for x in batches(3):
             layer(x).sum().backward()
-        assert "its parameters are sharded by fully_shard" in str(graphs.scopes["layer0"].reason)
+        assert "its parameters are sharded by FSDP" in str(graphs.scopes["layer0"].reason)
 
 
 def test_parameters_that_stay_sharded_within_a_call_may_be_in_graphs(mesh: Any) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from te_offload.errors import BackwardTwiceError, CaptureError, StateError
-from te_offload.graphs.backend import CudaBackend, CudaRecording, Pool
+from te_offload.graphs.backend import CudaBackend, Pool
 from te_offload.graphs.layers.aliases import Aliases, aliased
 from te_offload.graphs.layers.between import Between
 from te_offload.graphs.layers.buffers import Buffers, strides_of
@@ -31,21 +31,11 @@ from te_offload.graphs.layers.ground import Ground
 from te_offload.graphs.layers.items import Extents, Item, grouped, made, put
 from te_offload.graphs.layers.pool import SegmentPool, segment_lengths
 from te_offload.graphs.layers.recorder import Recorder
+from te_offload.graphs.layers.run import Run, own
 from te_offload.graphs.layers.space import Extent
+from te_offload.graphs.layers.strays import sequence_number, stray
 from te_offload.ops.row_check import RowCheck
 from te_offload.slots import SlotHandle, Watch
-
-
-@dataclass
-class _Run:
-    """What one capture of forward and backward made."""
-
-    forward: CudaRecording
-    backward: CudaRecording | None
-    outputs: list[Any]
-    structure: Any
-    recorder: Recorder
-    gradients: list[torch.Tensor | None]
 
 
 @dataclass(eq=False)
@@ -132,7 +122,7 @@ class GraphPair:
         rehearsal = Pool()
         run = self._run(rehearsal, grad_outputs=None)
         lengths = segment_lengths(rehearsal.handle) * times
-        _close(run)
+        run.close()
         del run
         self._pool = pool = SegmentPool(ground.space, lengths, ground.stream)
         assert self._grads is not None
@@ -147,12 +137,12 @@ class GraphPair:
         self._leaves = []
         self._structure_out = run.structure
 
-    def _run(self, pool: Pool, grad_outputs: list[torch.Tensor] | None) -> _Run:
+    def _run(self, pool: Pool, grad_outputs: list[torch.Tensor] | None) -> Run:
         self._begin()
         with aliased(self._module) as aliases:
             return self._run_with(aliases, pool, grad_outputs)
 
-    def _run_with(self, aliases: Aliases, pool: Pool, grad_outputs: list[torch.Tensor] | None) -> _Run:
+    def _run_with(self, aliases: Aliases, pool: Pool, grad_outputs: list[torch.Tensor] | None) -> Run:
         """Capture both into one pool, so that the backward uses again what it has read; without ``grad_outputs`` as a
         rehearsal.
         """
@@ -170,11 +160,13 @@ class GraphPair:
         elsewhere |= {tensor.untyped_storage().data_ptr() for tensor in self._module.buffers()}
         elsewhere |= {one.untyped_storage().data_ptr() for one in leaves if isinstance(one, torch.Tensor)}
 
+        since = sequence_number()
+
         def run_forward() -> Any:
             args, kwargs = pytree.tree_unflatten(leaves, self._structure)
             with torch.enable_grad(), recorder.watching(self._module), self.rows.watching():
                 result = self._function(*args, **kwargs)
-            return pytree.tree_map_only(torch.Tensor, lambda one: _own(one, elsewhere), result)
+            return pytree.tree_map_only(torch.Tensor, lambda one: own(one, elsewhere), result)
 
         try:
             recording, result = CudaBackend(ground.device, pool, ground.stream).record(run_forward, ())
@@ -182,7 +174,7 @@ class GraphPair:
             leaves.clear()  # the exception's frames keep functions, and those what they refer to
             recorder.clear()
             raise
-        run = _Run(recording, None, *pytree.tree_flatten(result), recorder, [])
+        run = Run(recording, None, *pytree.tree_flatten(result), recorder, [])
         del result
         if grad_outputs is not None:
             self._note_outputs(run)
@@ -193,6 +185,10 @@ class GraphPair:
             self._grads = Buffers(ground, outputs, layouts)
         wanted = [leaves[number] for number in self._differentiable]
         wanted += [*aliases.of(self.parameters), *self.parameters]
+        why = stray(outputs, wanted, since)
+        if why is not None:
+            run.give_up(leaves, wanted, outputs)
+            raise CaptureError(f"{why}.")
         if not outputs or not wanted:
             return run
         assert self._grads is not None
@@ -211,19 +207,16 @@ class GraphPair:
 
         def run_backward() -> list[torch.Tensor | None]:
             found = aliases.one_each(torch.autograd.grad(edges, wanted, given, allow_unused=True), len(self.parameters))
-            return [None if one is None else _own(one.detach(), elsewhere) for one in found]
+            return [None if one is None else own(one.detach(), elsewhere) for one in found]
 
         try:
             run.backward, run.gradients = CudaBackend(ground.device, pool, ground.stream).record(run_backward, ())
         except BaseException:
-            for one in (leaves, wanted, given, edges, run.outputs):
-                one.clear()
-            run.recorder.clear()
-            run.forward.close()
+            run.give_up(leaves, wanted, given, edges)
             raise
         return run
 
-    def _note_outputs(self, run: _Run) -> None:
+    def _note_outputs(self, run: Run) -> None:
         """Where its outputs lie."""
         assert self._pool is not None
         live = Extents(self._pool.live())
@@ -239,7 +232,7 @@ class GraphPair:
             self._outputs.append(item)
             self._values.append(None if item is not None else one)
 
-    def _note(self, run: _Run, pool: SegmentPool) -> None:
+    def _note(self, run: Run, pool: SegmentPool) -> None:
         """Where gradients lie, and which memory lives how long."""
         live = Extents(pool.live())
         self._gradients: list[Item | None] = []
@@ -482,15 +475,3 @@ class GraphPair:
         self._ground.give_up([*self._segments, *self._inputs.segments, *self._grads.segments])
         self._ground.remove_outputs([item.address for item in self._outputs if item is not None])
         self._leaves, self._constants, self._pool = [], [], None
-
-
-def _own(tensor: torch.Tensor, elsewhere: set[int]) -> torch.Tensor:
-    """A tensor that does not lie in memory that is no graph's."""
-    return tensor.clone() if tensor.untyped_storage().data_ptr() in elsewhere else tensor
-
-
-def _close(run: _Run) -> None:
-    run.gradients, run.outputs = [], []
-    run.forward.close()
-    if run.backward is not None:
-        run.backward.close()
