@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from te_offload.graphs import CaptureState, LayerGraphs, capture_layers
-from te_offload.graphs.layers.strays import sequence_number, stray
+from te_offload.graphs.layers.strays import Attributes, sequence_number, stray
 from te_offload.graphs.residents import Residents
 from tests.graphs.test_layer_graphs import WIDTH, batches
 from tests.support import process_groups
@@ -99,6 +99,85 @@ def test_an_input_inside_of_an_object_gets_its_gradient(machine: Machine) -> Non
             layer(held).sum().backward()
             assert x.grad is not None and x.grad.abs().sum() > 0
         assert "inside of an object that no pytree opens" in reason(graphs)
+
+
+class Leaves(Toy):
+    """What its weight costs, beside its output: in an attribute, in a list, or without a gradient."""
+
+    def __init__(self, machine: Machine, way: str) -> None:
+        super().__init__(WIDTH, machine, "")
+        self.way = way
+        self.losses: Any = {} if way == "dict" else []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x)
+        cost = self.weight.square().sum()
+        if self.way == "list":
+            self.losses.append(cost)
+        elif self.way == "dict":
+            self.losses[len(self.losses)] = cost
+        else:
+            self.losses = cost.detach() if self.way == "detached" else cost
+        return found
+
+    def cost(self) -> torch.Tensor:
+        if self.way == "list":
+            (found,), self.losses = self.losses, []
+        elif self.way == "dict":
+            found = self.losses.pop(0)
+            assert not self.losses
+        else:
+            found, self.losses = self.losses, None
+        cost: torch.Tensor = found
+        return cost
+
+
+@pytest.mark.parametrize("way", ["attribute", "list", "dict"])
+def test_what_a_layer_leaves_in_an_attribute_gets_its_gradient_since_it_runs_eagerly(
+    machine: Machine, way: str
+) -> None:
+    layer, eager = Leaves(machine, way), Leaves(machine, way)
+    (outer,) = torch.nn.ModuleList([torch.nn.Sequential(layer)])
+    with capture_layers(outer, warmup=1) as graphs:
+        for x in batches(4):
+            for one, run in ((layer, outer), (eager, eager)):
+                one.zero_grad()
+                (run(x).sum() + one.cost()).backward()
+            assert layer.weight.grad is not None and torch.equal(layer.weight.grad, eager.weight.grad)  # type: ignore[arg-type]
+            with torch.no_grad():
+                for one in (layer, eager):
+                    one.weight.add_(0.1)
+        assert "leaves a tensor that needs a gradient in 0.losses, which no replay" in reason(graphs)
+
+
+def test_what_a_layer_leaves_without_a_gradient_or_had_before_forbids_nothing(machine: Machine) -> None:
+    layer = Leaves(machine, "detached")
+    had: Any = torch.ones(1, requires_grad=True) * 2
+    layer.__dict__["had"] = (had, {})
+    with capture_layers(layer, warmup=1) as graphs:
+        for x in batches(3):
+            layer(x).sum().backward()
+        assert graphs.captured
+
+
+def test_a_capture_that_is_not_taken_leaves_attributes_as_they_were() -> None:
+    module: Any = torch.nn.Module()
+    module.register_buffer("state", torch.zeros(1))
+    computed = torch.ones(1, requires_grad=True)
+    kept, state = computed * 1, module.state
+    module.had, module.some, module.named, module.count = "before", [kept], {"kept": kept}, [0]
+    some, named = module.some, module.named
+    attributes = Attributes(module)
+    module.had = computed * 2
+    module.fresh = (computed * 3, 1)
+    module.some.append(computed * 4)
+    module.named["new"] = computed * 5
+    module.state = computed * 6
+    module.count.append(1)  # which no gradient depends on
+    assert "in _buffers, had, some, named, fresh, which" in str(attributes.left_behind())
+    assert module.had == "before" and module.some == [kept] and module.named == {"kept": kept}
+    assert module.some is some and module.named is named and module.state is state and module.count == [0, 1]
+    assert "fresh" not in module.__dict__ and attributes.left_behind() is None
 
 
 def test_what_is_known_and_what_comes_later_is_no_stray() -> None:

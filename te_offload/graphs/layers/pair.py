@@ -33,7 +33,7 @@ from te_offload.graphs.layers.pool import SegmentPool, segment_lengths
 from te_offload.graphs.layers.recorder import Recorder
 from te_offload.graphs.layers.run import Run, own
 from te_offload.graphs.layers.space import Extent
-from te_offload.graphs.layers.strays import sequence_number, stray
+from te_offload.graphs.layers.strays import Attributes, sequence_number, stray
 from te_offload.ops.row_check import RowCheck
 from te_offload.slots import SlotHandle, Watch
 
@@ -160,7 +160,7 @@ class GraphPair:
         elsewhere |= {tensor.untyped_storage().data_ptr() for tensor in self._module.buffers()}
         elsewhere |= {one.untyped_storage().data_ptr() for one in leaves if isinstance(one, torch.Tensor)}
 
-        since = sequence_number()
+        since, attributes = sequence_number(), Attributes(self._module)
 
         def run_forward() -> Any:
             args, kwargs = pytree.tree_unflatten(leaves, self._structure)
@@ -185,7 +185,8 @@ class GraphPair:
             self._grads = Buffers(ground, outputs, layouts)
         wanted = [leaves[number] for number in self._differentiable]
         wanted += [*aliases.of(self.parameters), *self.parameters]
-        why = stray(outputs, wanted, since)
+        why = attributes.left_behind() or stray(outputs, wanted, since)
+        attributes.clear()
         if why is not None:
             run.give_up(leaves, wanted, outputs)
             raise CaptureError(f"{why}.")

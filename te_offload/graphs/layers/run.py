@@ -1,6 +1,7 @@
 """What one capture of a layer's forward and backward made, until it is known where all of it lies.
 
-In: recordings, outputs, gradients. Out: the same, and their end. Does not: capture.
+In: recordings, outputs, gradients. Out: the same, and their end. Keeps true: what is given up is held by nobody's frames.
+Does not: capture.
 """
 
 from __future__ import annotations
