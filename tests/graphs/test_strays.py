@@ -52,6 +52,7 @@ def test_a_parameter_of_nobody_gets_its_gradient_since_the_layer_runs_eagerly(ma
                 grads.append(leaf.grad.clone())
             assert torch.equal(*grads)
         assert f"reads a tensor ({WIDTH},) that needs a gradient and is neither one of its parameters" in reason(graphs)
+        assert machine.log == ["close"]  # of the forward's rehearsal
 
 
 def test_the_same_parameter_without_a_gradient_forbids_nothing(machine: Machine) -> None:
