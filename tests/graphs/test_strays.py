@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +159,48 @@ def test_what_a_layer_leaves_without_a_gradient_or_had_before_forbids_nothing(ma
     with capture_layers(layer, warmup=1) as graphs:
         for x in batches(3):
             layer(x).sum().backward()
+        assert graphs.captured
+
+
+@dataclasses.dataclass
+class Opaque:
+    y: torch.Tensor
+
+
+class Slotted:
+    __slots__ = ("y",)
+
+    def __init__(self, y: torch.Tensor) -> None:
+        self.y = y
+
+
+@pytest.mark.parametrize("kind", [Opaque, Slotted])
+def test_an_output_inside_of_an_object_is_that_of_each_call_since_the_layer_runs_eagerly(
+    machine: Machine, kind: Any
+) -> None:
+    class Wraps(Toy):
+        def forward(self, x: torch.Tensor) -> Any:
+            return kind(super().forward(x))
+
+    layer, eager = Wraps(WIDTH, machine, ""), Toy(WIDTH, machine, "")
+    with capture_layers(layer, warmup=1) as graphs:
+        for x in batches(3):
+            assert torch.equal(layer(x).y, eager(x))
+        assert f"output 0 is a {kind.__name__} with tensors inside" in reason(graphs)
+
+
+def test_an_output_without_tensors_may_be_any_object(machine: Machine) -> None:
+    class Names(Toy):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), SimpleNamespace(name="a layer")
+
+    layer = Names(WIDTH, machine, "")
+    with capture_layers(layer, warmup=1) as graphs:
+        for x in batches(3):
+            y, other = layer(x)
+            assert other.name == "a layer"
+            y.sum().backward()
+            del y
         assert graphs.captured
 
 

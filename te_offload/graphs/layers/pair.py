@@ -33,7 +33,7 @@ from te_offload.graphs.layers.pool import SegmentPool, segment_lengths
 from te_offload.graphs.layers.recorder import Recorder
 from te_offload.graphs.layers.run import Run, own
 from te_offload.graphs.layers.space import Extent
-from te_offload.graphs.layers.strays import Attributes, sequence_number, stray
+from te_offload.graphs.layers.strays import Attributes, hides_tensors, sequence_number, stray
 from te_offload.ops.row_check import RowCheck
 from te_offload.slots import SlotHandle, Watch
 
@@ -229,6 +229,11 @@ class GraphPair:
                 raise CaptureError(
                     f"{self.name}: output {number} is not in the memory of its graph, so that no replay would change it. "
                     "Return a dense tensor that the layer has made."
+                )
+            if item is None and hides_tensors(one):
+                raise CaptureError(
+                    f"{self.name}: output {number} is a {type(one).__name__} with tensors inside, which no pytree opens, "
+                    "so that no replay would change them. Return tensors, or register it (torch.utils._pytree)."
                 )
             self._outputs.append(item)
             self._values.append(None if item is not None else one)

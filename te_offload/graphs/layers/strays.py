@@ -3,7 +3,7 @@ left in attributes beside its outputs.
 
 In: a layer, and what its captured forward has returned. Out: a reason against its graphs. Keeps true: no replayed backward
 leaves out a gradient that an eager one would have given. Does not: find what needs none; a graph reads that where it was,
-and does not renew it.
+and does not renew it. Nor may an output be inside of an object that no pytree opens.
 
 Autograd knows what was read: as leaves that nobody asks for, and as nodes that are older than the forward, such as those of
 a weight that a hook of the layer has computed, or of an input inside of an object that no pytree opens.
@@ -95,6 +95,13 @@ class Attributes:
             f"its forward leaves a tensor that needs a gradient in {', '.join(found)}, which no replay would do. Return "
             "it; or detach it, if it is for looking at"
         )
+
+
+def hides_tensors(value: Any) -> bool:
+    """Whether what a forward has returned is an object with tensors inside, such as a dataclass's, that no pytree opens."""
+    inside = [*getattr(value, "__dict__", {}).values()]
+    inside += [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+    return any(isinstance(one, torch.Tensor) for one in inside)
 
 
 def _contents(value: Any) -> Any:
