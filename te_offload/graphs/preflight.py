@@ -1,4 +1,4 @@
-"""Whether a CUDA graph would pay: what it can win is the time in which the GPU waits for launches; or one thread.
+"""Whether a CUDA graph would pay, which wins the time in which the GPU waits for launches; or autograd in this thread.
 
 In: a function and inputs. Out: `Preflight`: times of an eager call, and what they predict. Keeps true: nothing is captured;
 times are measured, the prediction is arithmetic that can be read here. Does not: know the copies of inputs that a graph
