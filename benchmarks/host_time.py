@@ -197,7 +197,7 @@ def slots_of(
     regions: bool,
     spacers: list[torch.Tensor] | None = None,
 ) -> list[Any]:
-    """Tensors of the slots of a layer: parts of one buffer, or a buffer each.
+    """Tensors of the slots of a layer: parts of one buffer, of two sizes by turns, or a buffer each.
 
     Args:
         spacers: filled with what lies between any two buffers, as large as they are, to be held as long; ``None``: they lie
@@ -211,7 +211,9 @@ def slots_of(
 
     if regions:
         return [tuple(empty(nbytes) for _ in range(count)) for _ in range(slots)]
-    return [empty(nbytes * count).split(nbytes) for _ in range(slots)]
+    less = nbytes // 2 if count > 1 else 0  # no two neighbours are of one size, as no two experts get as many tokens
+    sizes = [nbytes - less if number % 2 else nbytes + less for number in range(count)]
+    return [empty(nbytes * count).split(sizes) for _ in range(slots)]
 
 
 class Case(Protocol):

@@ -163,6 +163,10 @@ def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) 
     shapes = list(map(_SHAPE, tensors))
     dtypes = list(map(_DTYPE, tensors))
     alike = shapes.count(shapes[0]) == len(shapes) and dtypes.count(dtypes[0]) == len(dtypes)
+    if not alike:
+        found = _in_order(tensors, begins, keys, shapes, dtypes)
+        if found is not None:
+            return found
     usual = usual_strides(tensors, shapes, alike=True) if alike else None  # else where neighbours ask
     lengths = [tensors[0].nbytes] * len(tensors) if alike else list(map(_NBYTES, tensors))
     strips: list[Strip] = []
@@ -220,6 +224,38 @@ def strips_of(tensors: Sequence[torch.Tensor], *, across_storages: bool = True) 
         end, storage = begin + lengths[index], keys[index]
     finish()
     return strips
+
+
+def _in_order(
+    tensors: Sequence[torch.Tensor],
+    begins: list[int],
+    keys: list[int],
+    shapes: list[torch.Size],
+    dtypes: list[torch.dtype],
+) -> list[Strip] | None:
+    """The strips of tensors of one storage that lie one behind the other in this order, as split sizes cut one: what
+    `strips_of` says, in less time. ``None``: they lie otherwise. Those without elements have no address.
+    """
+    dtype, ndim = dtypes[0], len(shapes[0])
+    if keys.count(keys[0]) < len(keys) or dtypes.count(dtype) < len(dtypes) or set(map(len, shapes)) != {ndim}:
+        return None
+    ends = list(map(operator.add, begins, map(_NBYTES, tensors)))
+    full, empty = range(len(tensors)), [number for number, begin in enumerate(begins) if not begin]
+    numbers: Sequence[int] = [number for number in full if begins[number]] if empty else full
+    if empty:
+        begins, ends = [begins[number] for number in numbers], [ends[number] for number in numbers]
+    if begins[1:] != ends[:-1] or False in usual_strides(tensors, shapes):
+        return None
+    held = frozenset(keys[:1])
+
+    def strip(members: Sequence[int], begin: int, end: int) -> Strip:
+        of = shapes if len(members) == len(shapes) else [shapes[member] for member in members]
+        first = tensors[members[0]].untyped_storage().data_ptr()
+        dims = list(itertools.chain.from_iterable(of))
+        return Strip(begin, end, first, held, members, dtype, ndim, dims, None)
+
+    strips = [strip(empty, 0, 0)] if empty else []
+    return [*strips, strip(numbers, begins[0], ends[-1])] if numbers else strips
 
 
 def _strip(index: int, tensor: torch.Tensor, begin: int, nbytes: int, key: int, shape: Sequence[int]) -> Strip:

@@ -249,8 +249,11 @@ class Saved:
             return [self._lot.whole() if self._place is None else self._lot.part(*self._place)]
         if self.part is not None:
             return [self.part.tensors(device)[self.position]]
+        parts = self._parts or ()
+        if len(parts) == 1 and parts[0][1] is None and isinstance(parts[0][0].strip.members, range):
+            return list(parts[0][0].tensors(device))
         tensors: dict[int, torch.Tensor] = {}
-        for part, position, number in self._parts or ():
+        for part, position, number in parts:
             if position is None:
                 tensors.update(zip(part.strip.members, part.tensors(device), strict=True))
             else:

@@ -77,19 +77,21 @@ def test_views_over_new_memory_read_the_same_numbers() -> None:
     assert torch.equal(found, view) and found.stride() == view.stride()
 
 
+RANDOMS = st.randoms(use_true_random=False)
 SHAPES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1, 4])), min_size=2, max_size=8)
 
 
-@given(SHAPES, st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
+@given(SHAPES, st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]), st.one_of(st.none(), RANDOMS))
+@settings(max_examples=300, deadline=None)
 def test_tensors_that_lie_side_by_side_come_back_from_their_strips_in_their_order(
-    shapes: list[tuple[int, int]], dtype: torch.dtype, random: Random
+    shapes: list[tuple[int, int]], dtype: torch.dtype, random: Random | None
 ) -> None:
     counts = [rows * columns for rows, columns in shapes]
     base = torch.arange(sum(counts) * dtype.itemsize + 3, dtype=torch.uint8)
     whole = base[: sum(counts) * dtype.itemsize].view(dtype)
     tensors = [part.view(shape) for part, shape in zip(whole.split(counts), shapes, strict=True)]
-    random.shuffle(tensors)
+    if random is not None:
+        random.shuffle(tensors)
     strips = strips_of(tensors)
     full = [found for found in strips if found.begin != found.end]
     assert len(full) == (1 if any(counts) else 0)
@@ -141,7 +143,7 @@ def storages_side_by_side(count: int, nbytes: int) -> list[torch.Tensor]:
     return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
 
 
-def teststorages_side_by_side_in_one_segment_are_one_strip() -> None:
+def test_storages_side_by_side_in_one_segment_are_one_strip() -> None:
     tensors = storages_side_by_side(5, 512)
     assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 5
     assert [list(found.members) for found in strips_of(tensors)] == [[0, 1, 2, 3, 4]]
@@ -149,7 +151,7 @@ def teststorages_side_by_side_in_one_segment_are_one_strip() -> None:
     assert [list(found.members) for found in strips_of(longer)] == [[0, 1], [2, 3, 4]]
 
 
-def teststorages_side_by_side_on_the_cpu_are_a_strip_each() -> None:
+def test_storages_side_by_side_on_the_cpu_are_a_strip_each() -> None:
     tensors = storages_side_by_side(3, 512)
     one = torch.zeros(1024, dtype=torch.uint8)
     assert len(strips_of(tensors, across_storages=False)) == 3
@@ -157,7 +159,7 @@ def teststorages_side_by_side_on_the_cpu_are_a_strip_each() -> None:
     assert len(strips_of([one[:256], one[256:512]], across_storages=False)) == 1
 
 
-def teststorages_side_by_side_are_a_strip_a_segment() -> None:
+def test_storages_side_by_side_are_a_strip_a_segment() -> None:
     tensors = storages_side_by_side(6, SEGMENT // 4)
     assert [list(found.members) for found in strips_of(tensors)] == [[0, 1, 2, 3], [4, 5]]
 
@@ -226,3 +228,43 @@ def test_contiguous_tensors_of_their_own_have_the_runs_that_any_others_have(
     runs, order = lone_runs(begins, lengths, across_storages=across)
     assert runs == find_runs(strips, across_storages=across)
     assert order == sorted(range(len(begins)), key=begins.__getitem__)
+
+
+SIZES = st.lists(st.integers(0, 4), min_size=2, max_size=9)
+
+
+@given(SIZES, st.sampled_from([(), (3,), (1,), (2, 2)]), st.sampled_from([torch.uint8, torch.bfloat16]))
+@settings(max_examples=200, deadline=None)
+def test_strips_of_what_split_sizes_cut_are_those_of_the_same_tensors_in_any_order(
+    sizes: list[int], row: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensors = list(torch.zeros(sum(sizes), *row, dtype=dtype).split(sizes))
+    found, turned = strips_of(tensors), strips_of(tensors[::-1])
+    assert [each[:4] for each in found] == [each[:4] for each in turned]
+    assert [each.sizes() for each in found if each.begin != each.end] == [
+        each.sizes() for each in turned if each.begin != each.end
+    ]
+    for each, other in zip(found, turned, strict=True):
+        members = sorted(len(tensors) - 1 - member for member in other.members)
+        assert sorted(each.members) == members and (each.dtype, each.ndim, each.pitch) == (dtype, 1 + len(row), 0)
+
+
+def test_split_sizes_of_which_one_is_turned_around_are_not_one_strip() -> None:
+    base = torch.zeros(96)
+    one, turned, last = base[:24].view(3, 8), base[24:56].view(4, 8).t(), base[56:].view(8, 5)
+    assert [list(found.members) for found in strips_of([one, turned, last])] == [[0], [1], [2]]
+
+
+def test_neighbours_of_two_dtypes_or_numbers_of_dimensions_are_two_strips() -> None:
+    base = torch.zeros(64, dtype=torch.uint8)
+    for other in (base[12:28].view(torch.float32), base[12:28].view(4, 4)):
+        assert [list(found.members) for found in strips_of([base[:12], other])] == [[0], [1]]
+
+
+def test_neighbours_of_two_storages_and_two_sizes_are_a_strip_each_where_storages_do_not_join() -> None:
+    long = storages_side_by_side(2, 512)[0]
+    memory = memoryview(long.numpy().data)
+    one, other = (torch.frombuffer(part, dtype=torch.uint8) for part in (memory[:200], memory[200:]))
+    assert len(strips_of([one, other], across_storages=False)) == 2
+    (both,) = strips_of([one, other])
+    assert both.storages == {one.untyped_storage()._cdata, other.untyped_storage()._cdata}

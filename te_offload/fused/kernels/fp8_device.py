@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from te_offload.fused.kernels.triton_launch import Relaunched
+
 BLOCK = 128
 """Rows and columns of a tile; K of a GEMM's tile too."""
 
@@ -27,6 +29,7 @@ SCALES, MAGNITUDES, BLOCKS = (tl.constexpr(kind) for kind in range(3))
 """What a weight's numbers follow from: its scale, its largest magnitude, or those of its blocks."""
 
 
+@Relaunched
 @triton.jit
 def row_magnitudes(x, offsets, out, experts, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """``out[row]``: the largest magnitude in each row of x (T, columns), of rows of experts."""
@@ -52,6 +55,7 @@ def _scale_of(magnitude, largest, epsilon, most, POWER_OF_TWO: tl.constexpr):
     return scale
 
 
+@Relaunched
 @triton.jit
 def expert_scales(
     magnitudes,
@@ -105,6 +109,7 @@ def expert_scales(
             tl.store(row_factors + index, tl.zeros((BLOCK,), tl.float32) + factor, mask=index < end)
 
 
+@Relaunched
 @triton.jit
 def expert_factors(one, other, out, columns, BLOCK: tl.constexpr):
     """``out[expert, column] = one[expert] * other[expert]`` (N, columns): as an epilogue reads it."""
@@ -115,6 +120,7 @@ def expert_factors(one, other, out, columns, BLOCK: tl.constexpr):
         tl.store(out + expert * columns + column, tl.zeros((BLOCK,), tl.float32) + factor, mask=column < columns)
 
 
+@Relaunched
 @triton.jit
 def padded_offsets(offsets, out, experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Where each expert's tokens begin and the last one's end in columns: (N + 1,)."""
@@ -141,6 +147,7 @@ def _to_fp8(x, E5M2: tl.constexpr):
     return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
+@Relaunched
 @triton.jit
 def quantize_tokens(
     source,
@@ -199,6 +206,7 @@ def quantize_tokens(
             )
 
 
+@Relaunched
 @triton.jit
 def quantize_weights(
     weights,
@@ -234,6 +242,7 @@ def quantize_weights(
         tl.store(by_column + begin + column[:, None] * rows + row[None, :], tl.trans(found), mask=turned)
 
 
+@Relaunched
 @triton.jit
 def weight_columns(
     weights,
