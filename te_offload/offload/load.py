@@ -7,6 +7,7 @@ choose (decide.py does), take host memory, or copy.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from operator import attrgetter
@@ -203,11 +204,18 @@ class Load:
             for part, base in zip(parts, self.bases, strict=True):
                 part.share(cargo, handles, base, alone=alone)
             return self._that_go()
-        owners = [(handle, index) for handle in handles for index in range(len(handle.tensors or ()))]
+        ends = list(accumulate([len(handle.held) for handle in handles]))
         for part, base in zip(parts, self.bases, strict=True):
-            for position, member in enumerate(part.strip.members):
-                handle, number = owners[base + member]
-                handle.add_part(cargo, part, position, number)
+            members = part.strip.members
+            owner = bisect.bisect_right(ends, base)  # with which a handle begins
+            if base + max(members) < ends[owner]:
+                handles[owner].add_part(cargo, part, None, 0)
+                continue
+            for position, member in enumerate(members):
+                number = base + member
+                owner = bisect.bisect_right(ends, number)
+                first = ends[owner - 1] if owner else 0
+                handles[owner].add_part(cargo, part, position, number - first)
         return self._that_go()
 
     def _put_spots(self, cargo: Cargo, spots: Sequence[Spot]) -> None:
