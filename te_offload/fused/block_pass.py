@@ -75,6 +75,7 @@ class BlockPass:
         self._columns: BlockNumbers | None = None  # of an output's gradient, for the next wgrad
         self._rebuilt: BlockNumbers | None = None
         self._orders = Orders()
+        self._padded: torch.Tensor | None = None  # FC2's offsets in columns, once its wgrad has asked for them
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
@@ -131,9 +132,9 @@ class BlockPass:
     def fc2_wgrad(self, out: Any, accumulate: bool) -> None:
         """The gradients by FC2's weights."""
         assert self._columns is not None and self._rebuilt is not None
-        self._kernels.wgrad_blocks(
-            self._columns, self._rebuilt, self._offsets2, out, accumulate=accumulate, order=self._orders.fc2_wgrad
-        )
+        padded = self._padded = self._kernels.padded_offsets(self._offsets2)
+        ways: dict[str, Any] = {"accumulate": accumulate, "order": self._orders.fc2_wgrad, "padded": padded}
+        self._kernels.wgrad_blocks(self._columns, self._rebuilt, self._offsets2, out, **ways)
 
     def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
         """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""
@@ -152,9 +153,9 @@ class BlockPass:
         shape = self._columns.shape[0], self._fc1.in_features
         saved = BlockNumbers(shape, self._scaling1.input, *te_adapter.columns_of(x))
         turned = self._kernels.turn_blocks(saved, self._offsets1)
-        self._kernels.wgrad_blocks(
-            self._columns, turned, self._offsets1, out, accumulate=accumulate, order=self._orders.fc1_wgrad
-        )
+        padded = self._padded if self._offsets1 is self._offsets2 else None
+        ways: dict[str, Any] = {"accumulate": accumulate, "order": self._orders.fc1_wgrad, "padded": padded}
+        self._kernels.wgrad_blocks(self._columns, turned, self._offsets1, out, **ways)
 
 
 def _weights(kernels: BlockKernels, name: str, op: Any, scaling: BlockScaling, *, backward: bool) -> BlockWeights:

@@ -11,7 +11,6 @@ of transformer_engine/pytorch/module/base.py); so does this.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +78,7 @@ class Fp8Pass:
         self._rebuilt: QuantizedRows | None = None
         self._magnitudes: torch.Tensor | None = None
         self._orders = Orders()
+        self._padded: torch.Tensor | None = None  # FC2's offsets in columns, once its wgrad has asked for them
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
@@ -133,8 +133,8 @@ class Fp8Pass:
     def _let_go_of_fc1(self) -> None:
         """Of what the forward alone reads."""
         assert self._x is not None
-        self._x = dataclasses.replace(self._x, rows=None, factors=None)
-        self._weights1 = dataclasses.replace(self._weights1, rows=None)
+        self._x = self._x._replace(rows=None, factors=None)
+        self._weights1 = self._weights1._replace(rows=None)
 
     def fc2(self, bias: torch.Tensor | None, bias_scales: torch.Tensor | None, out: torch.Tensor) -> None:
         """FC2, after FC1; the weights as the forward reads them are not needed any more."""
@@ -149,9 +149,9 @@ class Fp8Pass:
             fast=True,
             count=self._counts.fc2,
         )
-        self._hidden = dataclasses.replace(self._hidden, rows=None, factors=None)
+        self._hidden = self._hidden._replace(rows=None, factors=None)
         self._router = None
-        self._weights2 = dataclasses.replace(self._weights2, rows=None)
+        self._weights2 = self._weights2._replace(rows=None)
 
     # Backward --------------------------------------------------------------------------------------------------------
 
@@ -171,8 +171,8 @@ class Fp8Pass:
         if self._offsets2 is not self._offsets1:
             kernels.clear(offsets, dact_input)
             kernels.clear(offsets, magnitudes)
-        self._weights2 = dataclasses.replace(self._weights2, columns=None)
-        self._dy = dataclasses.replace(self._dy, rows=None)
+        self._weights2 = self._weights2._replace(columns=None)
+        self._dy = self._dy._replace(rows=None)
         if wgrad:
             self._rebuilt = kernels.rebuild(act_input, router, self._hidden, offsets, self._scaling2.input.dtype)
         self._magnitudes = magnitudes
@@ -181,15 +181,9 @@ class Fp8Pass:
     def fc2_wgrad(self, out: Any, accumulate: bool) -> None:
         """The gradients by FC2's weights."""
         assert self._dy is not None and self._rebuilt is not None
-        self._kernels.wgrad_fp8(
-            self._dy,
-            self._rebuilt,
-            self._offsets2,
-            out,
-            accumulate=accumulate,
-            fast=False,
-            order=self._orders.fc2_wgrad,
-        )
+        padded = self._padded = self._kernels.padded_offsets(self._offsets2)
+        ways: dict[str, Any] = {"accumulate": accumulate, "fast": False, "order": self._orders.fc2_wgrad}
+        self._kernels.wgrad_fp8(self._dy, self._rebuilt, self._offsets2, out, **ways, padded=padded)
 
     def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
         """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""
@@ -210,16 +204,16 @@ class Fp8Pass:
         del weights
         kernels.clear(offsets, out)
         self._magnitudes = None
-        self._weights1 = dataclasses.replace(self._weights1, columns=None)
-        self._dy = dataclasses.replace(self._dy, rows=None)
+        self._weights1 = self._weights1._replace(columns=None)
+        self._dy = self._dy._replace(rows=None)
 
     def fc1_wgrad(self, x: torch.Tensor, out: Any, accumulate: bool) -> None:
         """The gradients by FC1's weights. ``x``: from `quantize_input`."""
         assert self._dy is not None and self._x is not None
-        turned = self._kernels.turn(dataclasses.replace(self._x, rows=x), self._offsets1)
-        self._kernels.wgrad_fp8(
-            self._dy, turned, self._offsets1, out, accumulate=accumulate, fast=False, order=self._orders.fc1_wgrad
-        )
+        turned = self._kernels.turn(self._x._replace(rows=x), self._offsets1)
+        padded = self._padded if self._offsets1 is self._offsets2 else None
+        ways: dict[str, Any] = {"accumulate": accumulate, "fast": False, "order": self._orders.fc1_wgrad}
+        self._kernels.wgrad_fp8(self._dy, turned, self._offsets1, out, **ways, padded=padded)
 
 
 def _weights(kernels: Fp8Kernels, name: str, op: Any, scaling: Scaling, *, backward: bool) -> QuantizedWeights:

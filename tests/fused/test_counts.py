@@ -21,7 +21,7 @@ from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from tests.support import te_on_cpu
-from tests.support.mlp import make_mlp, run
+from tests.support.mlp import make_inputs, make_mlp, run
 
 HIDDEN, FFN, SPLITS = 128, 256, (128, 0, 384)
 WORK = torch.zeros(5, dtype=torch.int32)
@@ -117,3 +117,54 @@ def test_quantized_products_get_one_each(seen: Seen, recipe: str, fc1: str, line
         (linear, ORDERS.fc1_dgrad),
         (wgrad, ORDERS.fc1_wgrad),
     ]
+
+
+PADDED = torch.zeros(len(SPLITS) + 1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "name"),
+    [
+        ("current", ReferenceFp8Kernels, "wgrad_fp8"),
+        ("delayed", ReferenceFp8Kernels, "wgrad_fp8"),
+        ("blocks", ReferenceBlockKernels, "wgrad_blocks"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("frozen", "two", "expected"),
+    [("", False, [True, True]), ("", True, [True, False]), ("2.", False, [False]), ("0.", False, [True])],
+    ids=["one split", "two splits", "FC2 frozen", "FC1 frozen"],
+)
+def test_where_experts_begin_in_columns_is_found_once_for_both_wgrads_of_one_split(
+    seen: Seen,
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    kind: Any,
+    name: str,
+    frozen: str,
+    two: bool,
+    expected: list[bool],
+) -> None:
+    asked: list[torch.Tensor] = []
+    given: list[Any] = []
+    multiply = getattr(kind, name)
+
+    def padded_offsets(self: Any, offsets: torch.Tensor) -> torch.Tensor:
+        asked.append(offsets)
+        return PADDED
+
+    def noted(self: Any, *args: Any, padded: torch.Tensor | None = None, **kwargs: Any) -> None:
+        given.append(padded)
+        multiply(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "padded_offsets", padded_offsets)
+    monkeypatch.setattr(kind, name, noted)
+    module = make_mlp(experts=len(SPLITS), hidden=HIDDEN, ffn=FFN, dtype=torch.bfloat16)
+    for parameter_name, parameter in module.named_parameters():
+        parameter.requires_grad_(not frozen or not parameter_name.startswith(frozen))
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=RECIPES[recipe]()):
+        module(x, sizes, scales, sizes.clone() if two else sizes).float().sum().backward()
+    assert [padded is PADDED for padded in given] == expected
+    assert len(asked) == (0 if frozen == "2." else 1)
+    assert all(padded is None for padded, one in zip(given, expected, strict=True) if not one)

@@ -154,7 +154,11 @@ class BlockKernels(Kernels, Protocol):
         *,
         accumulate: bool,
         order: TileOrder | None = None,
+        padded: torch.Tensor | None = None,
     ) -> None:
         """``out_i (+)= dy_i.T @ x_i``; zero for an expert without tokens. ``dy``, ``x``: columns. ``order``: as
-        `Kernels.wgrad` takes it.
+        `Kernels.wgrad` takes it. ``padded``: from `padded_offsets`; ``None``: they are made.
         """
+
+    def padded_offsets(self, offsets: torch.Tensor) -> torch.Tensor | None:
+        """See `Fp8Kernels.padded_offsets`."""

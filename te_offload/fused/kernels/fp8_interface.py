@@ -7,8 +7,7 @@ know of ops or recipes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,8 +15,7 @@ from te_offload.fused.kernels.interface import Kernels, Orders, TileCount, TileO
 from te_offload.ops.scaling import Scaling
 
 
-@dataclass(frozen=True)
-class QuantizedRows:
+class QuantizedRows(NamedTuple):
     """FP8 numbers of rows, as they lie, with tokens side by side, or both.
 
     Attributes:
@@ -33,8 +31,7 @@ class QuantizedRows:
     factors: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class QuantizedWeights:
+class QuantizedWeights(NamedTuple):
     """FP8 numbers of all experts' weights.
 
     Attributes:
@@ -197,7 +194,13 @@ class Fp8Kernels(Kernels, Protocol):
         accumulate: bool,
         fast: bool,
         order: TileOrder | None = None,
+        padded: torch.Tensor | None = None,
     ) -> None:
         """``out_i (+)= dy_i.T @ x_i``; zero for an expert without tokens. ``dy``, ``x``: with columns. ``order``: as
-        `Kernels.wgrad` takes it.
+        `Kernels.wgrad` takes it. ``padded``: from `padded_offsets`; ``None``: they are made.
+        """
+
+    def padded_offsets(self, offsets: torch.Tensor) -> torch.Tensor | None:
+        """Where each expert's tokens begin in columns, and the last one's end, for both wgrads of a backward; ``None``:
+        nothing reads it.
         """

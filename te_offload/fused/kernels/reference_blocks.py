@@ -135,12 +135,16 @@ class ReferenceBlockKernels(ReferenceKernels):
         *,
         accumulate: bool,
         order: TileOrder | None = None,
+        padded: torch.Tensor | None = None,
     ) -> None:
         """See `BlockKernels.wgrad_blocks`."""
         parts = zip(_dense(dy, offsets, by_column=True), _dense(x, offsets, by_column=True), out, strict=True)
         for one, other, to in parts:
             found = one.t() @ other
             to.copy_(to.float() + found if accumulate else found)
+
+    def padded_offsets(self, offsets: torch.Tensor) -> None:
+        """See `BlockKernels.padded_offsets`."""
 
 
 def _places(offsets: torch.Tensor) -> list[slice]:

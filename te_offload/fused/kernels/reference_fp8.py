@@ -7,7 +7,6 @@ the offsets from the host; add up as coarsely as Hopper does.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -86,7 +85,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
     def turn(self, rows: QuantizedRows, offsets: torch.Tensor) -> QuantizedRows:
         """See `Fp8Kernels.turn`."""
         assert rows.rows is not None
-        return dataclasses.replace(rows, rows=None, columns=rows.rows.t())
+        return rows._replace(rows=None, columns=rows.rows.t())
 
     def rebuild(
         self,
@@ -98,7 +97,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
     ) -> QuantizedRows:
         """See `Fp8Kernels.rebuild`."""
         numbers = to_fp8(self._activate(act_input, router) * rows.scales[:, None], dtype)
-        return dataclasses.replace(rows, rows=None, columns=numbers.t())
+        return rows._replace(rows=None, columns=numbers.t())
 
     def fc1_fp8(
         self,
@@ -188,6 +187,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
         accumulate: bool,
         fast: bool,
         order: TileOrder | None = None,
+        padded: torch.Tensor | None = None,
     ) -> None:
         """See `Fp8Kernels.wgrad_fp8`."""
         assert dy.columns is not None and x.columns is not None
@@ -196,6 +196,9 @@ class ReferenceFp8Kernels(ReferenceKernels):
         for expert, (one, other, to) in enumerate(parts):
             found = one.float().t() @ other.float() * factors[expert]
             to.copy_(to.float() + found if accumulate else found)
+
+    def padded_offsets(self, offsets: torch.Tensor) -> None:
+        """See `Fp8Kernels.padded_offsets`."""
 
 
 def _parts(rows: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:

@@ -186,14 +186,19 @@ class Sm90BlockKernels(Sm90Kernels):
         *,
         accumulate: bool,
         order: TileOrder | None = None,
+        padded: torch.Tensor | None = None,
     ) -> None:
         """See `BlockKernels.wgrad_blocks`."""
         kernel = getattr(sm90_block_device, f"{'Adding' if accumulate else ''}BlockWgradGemm")
-        padded = fp8.padded_offsets(offsets)
+        padded = fp8.padded_offsets(offsets) if padded is None else padded
         values = {TABLE: out.table, "starts": padded, "a_scales": _indexed(dy), "b_scales": _indexed(x)}
         one, other = dy.numbers.view(_E4M3), x.numbers.view(_E4M3)
         tile = self._wgrad_tile("blocks wgrad", x.shape[0], out)
         self._launch_wgrad(kernel, tile, one, other, out.view, values, padded, order)
+
+    def padded_offsets(self, offsets: torch.Tensor) -> torch.Tensor:
+        """See `BlockKernels.padded_offsets`."""
+        return fp8.padded_offsets(offsets)
 
     def _multiply(
         self,

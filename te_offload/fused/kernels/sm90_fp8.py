@@ -6,7 +6,6 @@ no split size reaches the host; no weight is copied; two runs give the same bits
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -100,7 +99,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
     def turn(self, rows: QuantizedRows, offsets: torch.Tensor) -> QuantizedRows:
         """See `Fp8Kernels.turn`."""
         assert rows.rows is not None
-        return dataclasses.replace(rows, rows=None, columns=fp8.turn(rows.rows, offsets))
+        return rows._replace(rows=None, columns=fp8.turn(rows.rows, offsets))
 
     def rebuild(
         self,
@@ -112,7 +111,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
     ) -> QuantizedRows:
         """See `Fp8Kernels.rebuild`."""
         columns = fp8.turn(act_input, offsets, activation=(self._activation, router, rows.scales, dtype))
-        return dataclasses.replace(rows, rows=None, columns=columns)
+        return rows._replace(rows=None, columns=columns)
 
     def fc1_fp8(
         self,
@@ -262,6 +261,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         accumulate: bool,
         fast: bool,
         order: TileOrder | None = None,
+        padded: torch.Tensor | None = None,
     ) -> None:
         """See `Fp8Kernels.wgrad_fp8`."""
         assert dy.columns is not None and x.columns is not None
@@ -269,7 +269,12 @@ class Sm90Fp8Kernels(Sm90Kernels):
         factors = fp8.factors_of(dy.inverses, x.inverses, x.columns.shape[0])
         values = {TABLE: out.table, "factor": factors}
         tile = self._wgrad_tile(f"{product_name(fast)} wgrad", x.scales.shape[0], out)
-        self._launch_wgrad(kernel, tile, dy.columns, x.columns, out.view, values, fp8.padded_offsets(offsets), order)
+        padded = fp8.padded_offsets(offsets) if padded is None else padded
+        self._launch_wgrad(kernel, tile, dy.columns, x.columns, out.view, values, padded, order)
+
+    def padded_offsets(self, offsets: torch.Tensor) -> torch.Tensor:
+        """See `Fp8Kernels.padded_offsets`."""
+        return fp8.padded_offsets(offsets)
 
     def _multiply(
         self,

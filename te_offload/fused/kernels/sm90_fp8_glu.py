@@ -7,7 +7,6 @@ quack-kernels.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +92,7 @@ class Sm90Fp8GluKernels(Sm90Fp8Kernels):
         """See `Fp8Kernels.rebuild`."""
         activation = self._gated, router
         columns = self._quantizers.activated(act_input, offsets, rows.scales, dtype, activation, by_column=True)
-        return dataclasses.replace(rows, rows=None, columns=columns)
+        return rows._replace(rows=None, columns=columns)
 
     def _fc1_way(self, dtype: torch.dtype, *, bias: bool, given: bool, fast: bool) -> Way:
         assert not given, "two passes"
