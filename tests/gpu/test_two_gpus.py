@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from te_offload import OffloadSession, StepRecord
-from tests.gpu.paths import HIDDEN, SPLITS, came_back_or_never_left, mlp, slow_copies
+from te_offload.fused.calls import calls_of
+from tests.gpu.paths import HIDDEN, SPLITS, autocast, came_back_or_never_left, mlp, slow_copies
 from tests.support.mlp import assert_same_bits, make_inputs
+from tests.support.mlp import run as run_mlp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,3 +167,21 @@ def test_grouped_mlp_trains_on_the_second_gpu_when_that_is_current(path: str) ->
                     assert_same_bits(expected, run(module))
         assert next(module.parameters()).device.index == 1
         assert came_back_or_never_left(session.records[-1])
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper GPUs"
+)
+def test_fused_fp8_gives_the_same_bits_on_two_gpus_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled on one GPU, Triton's kernels among it, is not launched on another."""
+    monkeypatch.setenv("TE_OFFLOAD_FUSED_MLP", "1")
+    found = []
+    for gpu in (0, 1, 0, 1):
+        with torch.cuda.device(gpu):
+            module = mlp()
+            with autocast(fp8=True):
+                results = run_mlp(module, SPLITS["ragged"], hidden=HIDDEN)
+            assert calls_of(module[0]).fused and next(module.parameters()).device.index == gpu
+            found.append({name: tensor.cpu() for name, tensor in results.items()})
+    for other in found[1:]:
+        assert_same_bits(found[0], other)
