@@ -69,7 +69,7 @@ class Planner:
                 self._plan_together(engine)
             else:
                 self._plan_alone(engine)
-        return dataclasses.replace(rules, plan=self.plan)
+        return rules if rules.plan is self.plan else dataclasses.replace(rules, plan=self.plan)
 
     def _plan_alone(self, engine: Engine) -> None:
         if engine.steps == 0:
