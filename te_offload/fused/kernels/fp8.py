@@ -23,7 +23,7 @@ _ROWS, _COLUMNS = 8, 512  # of a step of the search for the largest magnitude
 
 
 def _parts(size: int, of: int) -> int:
-    """Rounded up; Triton's own takes the host five times as long."""
+    """Rounded up; Triton's own takes the host more than a microsecond."""
     return -(-size // of)
 
 
