@@ -202,10 +202,6 @@ class Engine:
             growth: how much more host memory than this one a later step may need.
             raised: whether an error ended it.
         """
-        if unseen and not self.visits and not self._captured:  # nothing has left, been read, or put off
-            self.mover.release_unreachable()
-            self._count_step(saved=True, raised=raised)
-            return
         self.commit_delayed()
         raised = raised or any(visit.aborted for visit in self.visits)
         self.mover.finish_use()
@@ -226,7 +222,7 @@ class Engine:
         if self.verifier is not None:
             self.verifier.forget()
         self._count_step(saved=bool(unseen) or any(visit.entries for visit in self.visits), raised=raised)
-        if unseen and not self.visits:  # in a graph that is being captured
+        if unseen and not self.visits:
             return
         oldest = self._finished[0] if len(self._finished) == HISTORY else None
         if isinstance(oldest, FinishedStep):

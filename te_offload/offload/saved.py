@@ -251,6 +251,7 @@ class Saved:
             return [self.part.tensors(device)[self.position]]
         parts = self._parts or ()
         if len(parts) == 1 and parts[0][1] is None and isinstance(parts[0][0].strip.members, range):
+            # All of them, in the order in which they were saved.
             return list(parts[0][0].tensors(device))
         tensors: dict[int, torch.Tensor] = {}
         for part, position, number in parts:
