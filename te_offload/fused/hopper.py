@@ -168,6 +168,14 @@ class HopperGroupedMLP(te.ops.FusedOperation):
                     passed[place], judged.stand_ins[number] = found, True
         return passed
 
+    def begin_call(self) -> None:
+        """A call begins that the kernels take: `stand_ins` has judged it."""
+        for op in self._ops:
+            if isinstance(op, GroupedLinear):
+                op.begin_call()
+            else:
+                op.pre_fuser_forward(requires_grad=True)
+
     # Forward ---------------------------------------------------------------------------------------------------------
 
     def fuser_forward(

@@ -73,10 +73,14 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
     def _let_go_of_stand_ins(self) -> None:
         self.__dict__.pop(te_adapter.STAND_INS, None)
 
-    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        """As in ``te.ops.GroupedLinear``, which sets up the quantizers one by one; unless they are. A call begins."""
+    def begin_call(self) -> None:
+        """What `pre_fuser_forward` does beside quantizers, which the fused op on Hopper does not use."""
         gathers.wait_for_parameters(self)
         split_sizes.begin_call()
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """As in ``te.ops.GroupedLinear``, which sets up the quantizers one by one; unless they are. A call begins."""
+        self.begin_call()
         if not te_adapter.usages_are_set(self, requires_grad=requires_grad):
             super().pre_fuser_forward(requires_grad=requires_grad)
 

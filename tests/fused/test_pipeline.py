@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +9,12 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
-from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_offload import OffloadSession
 from te_offload.fused import fusions_in, hopper
 from te_offload.fused.stand_ins import StandIns
 from te_offload.ops import te_adapter
 from te_offload.ops.te_adapter import pipeline
-from tests.support import te_on_cpu
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp, run
 
 SPLITS = (3, 0, 7, 1)
@@ -121,20 +118,6 @@ def test_forward_without_gradients_saves_nothing(monkeypatch: pytest.MonkeyPatch
     assert not packed and not y.requires_grad and y.grad_fn is None
 
 
-def test_calls_under_a_recipe_and_the_first_one_after_them_go_transformer_engines_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    te_on_cpu.unfused(monkeypatch, grouped=False)
-    module = mlp()
-    x, sizes, scales = make_inputs(SPLITS)
-    names = []
-    for recipe in (None, Float8CurrentScaling(), None, None):
-        with contextlib.nullcontext() if recipe is None else te.autocast(enabled=True, recipe=recipe):
-            y = module(x, sizes, scales, sizes)
-            names.append(y.grad_fn.name())
-    assert [name == OWN for name in names] == [True, False, False, True]
-
-
 @pytest.mark.parametrize("first", [False, True])
 def test_pipeline_with_other_ops_goes_transformer_engines_way(first: bool) -> None:
     torch.manual_seed(0)
@@ -186,10 +169,23 @@ def test_tensors_of_the_caller_are_marked_so_that_nobody_frees_them() -> None:
 
 def test_each_op_is_told_before_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     module = mlp()
-    told = []
-    for number, op in enumerate(module):
-        monkeypatch.setattr(op, "pre_fuser_forward", lambda *, requires_grad, n=number: told.append((n, requires_grad)))
-    assert node_of(module) == OWN and told == [(0, True), (1, True), (2, True)]
+    told: list[Any] = []
+    for number in (0, 2):
+        monkeypatch.setattr(module[number], "begin_call", lambda n=number: told.append(n))
+    monkeypatch.setattr(module[1], "pre_fuser_forward", lambda *, requires_grad: told.append((1, requires_grad)))
+    assert node_of(module) == OWN and told == [0, (1, True), 2]
+
+
+def test_plain_op_is_told_as_transformer_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    ours = make_mlp(experts=len(SPLITS))
+    size = ours[2].num_groups, ours[2].in_features, ours[2].out_features
+    plain = te.ops.GroupedLinear(*size, bias=False, device="meta")
+    module, told = te.ops.Sequential(ours[0], ours[1], plain), []
+    monkeypatch.setattr(plain, "pre_fuser_forward", lambda *, requires_grad: told.append(requires_grad))
+    (op,) = hopper.fuse_windows(list(module))
+    op.begin_call()
+    assert told == [True]
 
 
 def test_parameters_that_pass_themselves_leave_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,10 @@
 
 In: a class of joint fused ops; modules that are captured. Out: nothing; two methods of `OperationFuser` are replaced, once,
 and pipelines pass other parameters where they are told to. Keeps true: results, gradients, saved tensors and errors are
-those of Transformer Engine's own pipeline; its lists are put back after each call. Does not: choose fusions, or quantize:
-under a recipe Transformer Engine's own function runs.
+those of Transformer Engine's own pipeline; its lists are put back after each call. Does not: choose fusions, or quantize.
 
 Transformer Engine's autograd function handles any row of ops: their quantizers, extra outputs, channels between them. A
-grouped MLP is mostly a Sequential of its own and has none of that; there `_OneOp` does what is left.
+grouped MLP is mostly a Sequential of its own and has none of that; there `_OneOp` does what is left, under a recipe too.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graph import is_graph_capturing
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 from transformer_engine.pytorch.ops.op import OperationContext
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, restore_from_func_ctx
 
 STAND_INS = "_te_offload_stand_ins"  # where a basic op keeps them, and autograd's nodes of its parameters with them
-_ALONE = "_te_offload_alone"  # where a pipeline keeps the fused op that is all of it
-# Transformer Engine's key of a pipeline's fusions without quantization: recipe, first op with a backward, override.
-_NOT_QUANTIZED = type(None), 0, None
+_ALONE = "_te_offload_alone"  # where a pipeline keeps the fused op that is all of it, and under which recipe
 
 
 @functools.cache
@@ -37,7 +35,7 @@ def use_stand_ins(fused: type[Any]) -> None:
     parameters must not be those of eager steps. A pipeline that is one such op runs by `_OneOp` where that is enough.
 
     Args:
-        fused: of joint fused ops, with a method ``stand_ins`` (see `HopperGroupedMLP.stand_ins`).
+        fused: of joint fused ops, with methods ``stand_ins`` and ``begin_call`` (see `HopperGroupedMLP`).
     """
     fuse, call = OperationFuser.maybe_fuse_ops, OperationFuser.__call__
 
@@ -50,7 +48,7 @@ def use_stand_ins(fused: type[Any]) -> None:
         extra_inputs: Sequence[Sequence[torch.Tensor | None]],
     ) -> None:
         fuse(fuser, is_grad_enabled, recipe, input_, extra_inputs)
-        fuser.__dict__[_ALONE] = _only_op(fuser, fused)
+        fuser.__dict__[_ALONE] = _only_op(fuser, fused, recipe)
         passed: list[Sequence[torch.Tensor]] | None = None
         for op, places in fuser._forward_ops:
             if isinstance(op, fused):
@@ -75,15 +73,15 @@ def use_stand_ins(fused: type[Any]) -> None:
     def call_and_put_back(
         fuser: Any, input_: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: Any = None
     ) -> Any:
-        op = fuser.__dict__.get(_ALONE)
+        alone = fuser.__dict__.get(_ALONE)
         if (
-            op is not None
+            alone is not None
             and input_.requires_grad
             and torch.is_grad_enabled()
             and len(extra_inputs) == fuser.num_extra_inputs
-            and (fuser.recipe_type, 0, fuser.backward_override) == _NOT_QUANTIZED
-            and not FP8GlobalStateManager.is_fp8_enabled()
+            and _is_up_to_date(fuser, alone[1])
         ):
+            op = alone[0]
             inputs: list[list[Any]] = [[None] * basic.num_extra_inputs for basic in fuser._basic_ops]
             for tensor, (place, number) in zip(extra_inputs, fuser._external_extra_input_slots, strict=True):
                 inputs[place][number] = tensor
@@ -119,13 +117,31 @@ def _forget_stand_ins(fuser: Any, passed: Sequence[Sequence[torch.Tensor]]) -> N
             op.__dict__.pop(STAND_INS, None)
 
 
-def _only_op(fuser: Any, fused: type[Any]) -> Any:
-    """The fused op of a class that is all of a pipeline without quantization, forward and backward, if there is one."""
-    ways = fuser._fused_ops_cache.get(_NOT_QUANTIZED)
+def _only_op(fuser: Any, fused: type[Any], recipe: Any) -> tuple[Any, Any] | None:
+    """The fused op of a class that is all of a pipeline, forward and backward, in a call that asks for all gradients, if
+    there is one; and of which of the pipeline's fusions: see `_fusions`.
+    """
+    key = _fusions(recipe)
+    ways = fuser._fused_ops_cache.get(key)
     if ways is None or len(ways[0]) != 1 or not isinstance(ways[0][0][0], fused) or ways[1][0][0] is not ways[0][0][0]:
         return None
     channels = any(source is not None for sources in fuser._basic_op_extra_input_sources for source in sources)
-    return None if channels or fuser._public_extra_output_slots else ways[0][0][0]
+    return None if channels or fuser._public_extra_output_slots else (ways[0][0][0], key)
+
+
+def _fusions(recipe: Any) -> tuple[type[Any], int, str | None]:
+    """Transformer Engine's key of a pipeline's fusions: recipe, first op with a backward, override."""
+    return type(recipe), 0, None if recipe is None else recipe.backward_override
+
+
+def _is_up_to_date(fuser: Any, key: tuple[type[Any], int, str | None]) -> bool:
+    """Whether a call here and now has the fusions of a key, and the ops of the pipeline have the state of its recipe, as
+    `OperationFuser.maybe_fuse_ops` sees to.
+    """
+    recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+    if _fusions(recipe) != key:
+        return False
+    return recipe is None or not recipe.delayed() or fuser._last_amax_history_len == recipe.amax_history_len
 
 
 def _run_alone(
@@ -137,8 +153,7 @@ def _run_alone(
     basic_op_kwargs: Any,
     passed: Sequence[Sequence[torch.Tensor]],
 ) -> torch.Tensor:
-    for basic in fuser._basic_ops:
-        basic.pre_fuser_forward(requires_grad=True)
+    op.begin_call()
     kwargs = [{}] * len(inputs) if basic_op_kwargs is None else basic_op_kwargs
     call = op, inputs, kwargs, fuser._external_extra_input_slots
     y: torch.Tensor = _OneOp.apply(input_, call, *itertools.chain.from_iterable(passed), *extra_inputs)  # type: ignore[no-untyped-call]
@@ -146,7 +161,7 @@ def _run_alone(
 
 
 class _OneOp(torch.autograd.Function):
-    """A pipeline that is one joint fused op, every basic op of which needs a backward, without quantization.
+    """A pipeline that is one joint fused op, every basic op of which needs a backward.
 
     It takes the input; the op, its basic ops' extra inputs and keywords, and where each given extra input belongs; what
     passes for parameters; the extra inputs.
@@ -176,7 +191,8 @@ class _OneOp(torch.autograd.Function):
             begins.append(len(saved))
         kept, ctx.tensor_objects = prepare_for_saving(*saved)
         ctx.save_for_backward(*kept)
-        ctx.call = op, contexts, begins, slots
+        updates = FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.is_first_fp8_module()
+        ctx.call = op, contexts, begins, slots, updates
         y._do_not_clear = True
         result: torch.Tensor = y.requires_grad_(True)
         return result
@@ -184,7 +200,7 @@ class _OneOp(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        op, contexts, begins, slots = ctx.call
+        op, contexts, begins, slots, updates = ctx.call
         saved = restore_from_func_ctx(ctx)
         for context, (begin, end) in zip(contexts, itertools.pairwise(begins), strict=True):
             context.saved_tensors = saved[begin:end]
@@ -192,6 +208,8 @@ class _OneOp(torch.autograd.Function):
         dx, params, extras = op.fuser_backward(contexts, grad, basic_op_grad_extra_outputs=[[] for _ in contexts])
         for context in contexts:
             context.saved_tensors = None
+        if updates and not is_graph_capturing():  # whoever ran first has all scales of the backward follow its amaxes
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
         return (
             dx,
             None,

@@ -1,0 +1,138 @@
+"""Under a recipe, too, a pipeline that is one fused op passes by Transformer Engine's autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from transformer_engine.pytorch.ops.fuser import OperationFuser
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from te_offload.fused import fusions_in, hopper
+from te_offload.ops.te_adapter import pipeline
+from tests.fused.test_pipeline import OWN, by_transformer_engine
+from tests.support import te_on_cpu
+from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp
+
+SPLITS, HIDDEN, FFN = (128, 0, 256), 128, 256
+CURRENT, OTHER, BLOCKS = Float8CurrentScaling(), DelayedScaling(amax_history_len=3), Float8BlockScaling()
+DELAYED = DelayedScaling(amax_history_len=2)
+OVERRIDDEN = Float8CurrentScaling(backward_override="high_precision")
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(hopper.SWITCH, "reference")
+    te_on_cpu.unfused(monkeypatch, grouped=False)
+    FP8GlobalStateManager.reset()
+    with torch._dynamo.config.patch(disable=True):  # the update of scales would be compiled for 20 s
+        yield
+    FP8GlobalStateManager.reset()
+
+
+def mlp() -> te.ops.Sequential:
+    torch.manual_seed(0)
+    return make_mlp(experts=len(SPLITS), hidden=HIDDEN, ffn=FFN, dtype=torch.bfloat16)
+
+
+def forward(modules: list[te.ops.Sequential], recipe: Any, seed: int = 1) -> tuple[torch.Tensor, ...]:
+    """The output of some layers, the input and the router scales."""
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, seed=seed, dtype=torch.bfloat16)
+    y = x
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        for module in modules:
+            y = module(y, sizes, scales, sizes)
+    return y, x, scales
+
+
+def is_own(module: te.ops.Sequential, recipe: Any) -> bool:
+    """Whether a call does not run by Transformer Engine's function."""
+    y, *_ = forward([module], recipe)
+    assert y.grad_fn is not None
+    return y.grad_fn.name() == OWN
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        (CURRENT, CURRENT, None, None, CURRENT, CURRENT),
+        (DELAYED, DELAYED, OTHER, OTHER),
+        (CURRENT, CURRENT, BLOCKS, BLOCKS, DELAYED, DELAYED),
+    ],
+    ids=["and without", "another history", "other recipes"],
+)
+def test_first_call_under_another_recipe_goes_transformer_engines_way(recipes: tuple[Any, ...]) -> None:
+    module = mlp()
+    assert [is_own(module, recipe) for recipe in recipes] == [False, True] * (len(recipes) // 2)
+    assert [fusion.handed_over for fusion in fusions_in(module)] == [0]
+
+
+def test_call_with_an_overridden_backward_goes_transformer_engines_way() -> None:
+    module = mlp()
+    assert [is_own(module, recipe) for recipe in (CURRENT, CURRENT, OVERRIDDEN, OVERRIDDEN, CURRENT, CURRENT)] == [
+        *(False, True, False, False, False, True)
+    ]
+
+
+def scales_of(module: te.ops.Sequential) -> dict[str, torch.Tensor]:
+    """Of delayed scaling, as they are now."""
+    found = {}
+    for place in (0, 2):
+        for mode, meta in module[place]._fp8_metas.items():
+            state = meta[FP8GlobalStateManager.get_meta_tensor_key(forward=mode == "forward")]
+            found[f"{place} {mode}"] = state.scale.clone()
+    return found
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED, BLOCKS], ids=["current", "delayed", "blocks"])
+def test_steps_have_the_bits_of_transformer_engines_function(recipe: Any) -> None:
+    names: list[str] = []
+
+    def steps() -> dict[str, torch.Tensor]:
+        FP8GlobalStateManager.reset()
+        modules, found = [mlp(), mlp()], {}
+        for step in range(4):
+            y, x, scales = forward(modules, recipe, seed=step)
+            assert y.grad_fn is not None
+            names.append(y.grad_fn.name())
+            (y.float().square().sum() * 10**step).backward()  # so that scales have something to follow
+            found[f"{step} output"] = y.detach()
+            for number, module in enumerate(modules):
+                of_module = gradients(module, x, scales)
+                if recipe is DELAYED:
+                    of_module |= scales_of(module)
+                found |= {f"{step} {number} {name}": each for name, each in of_module.items()}
+                module.zero_grad()
+        if recipe is DELAYED:
+            first, last = (found[f"{step} 0 2 backward"] for step in (0, 3))
+            assert not torch.equal(first, last)
+        return found
+
+    assert_same_bits(by_transformer_engine(steps), steps())
+    assert [name == OWN for name in names] == [*[False] * 5, *[True] * 3]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_scales_of_the_backward_follow_once_a_step_but_in_no_capture(
+    captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = [mlp(), mlp()]
+    forward(modules, DELAYED)
+    told: list[bool] = []
+    y, *_ = forward(modules, DELAYED)
+    monkeypatch.setattr(pipeline, "is_graph_capturing", lambda: captures)
+    monkeypatch.setattr(FP8GlobalStateManager, "reduce_and_update_fp8_tensors", lambda *, forward: told.append(forward))
+    y.float().sum().backward()
+    assert told == ([] if captures else [False])
+
+
+def test_call_passes_by_the_search_for_fusions(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = mlp()
+    assert not is_own(module, CURRENT)
+    monkeypatch.setattr(OperationFuser, "maybe_fuse_ops", None)
+    assert is_own(module, CURRENT)
