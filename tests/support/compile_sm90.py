@@ -34,7 +34,6 @@ from te_offload.fused.kernels import (
     sm90_glu,
     sm90_launch,
     sm90_tiles,
-    work_spaces,
 )
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts
@@ -72,7 +71,6 @@ class Launches:
         vars(fp8_glu)["sm90_compile"] = compiled
         vars(fp8_current).update({"sm90_compile": compiled, "aligned": lambda x: x})
         vars(blocks).update({"sm90_compile": compiled, "aligned": lambda x: x})  # a fake one has no address
-        work_spaces.WorkSpaces.get = in_no_stream  # type: ignore[assignment, method-assign]
         vars(sm90).update({"get_max_active_clusters": any_number, "sm90_compile": compiled})
         vars(sm90_launch)["run_gemm_epi_plan"] = self
         quack.gemm_runtime.host.get_max_active_clusters = any_number
@@ -83,10 +81,6 @@ class Launches:
 
 def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*size, dtype=dtype, device="cuda")
-
-
-def in_no_stream(_: work_spaces.WorkSpaces, count: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int, ffn: int = FFN) -> int:

@@ -19,7 +19,6 @@ from te_offload.fused.kernels.fp8 import padded_tokens
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90_launch import COMPILING
-from te_offload.fused.kernels.work_spaces import WorkSpaces
 from te_offload.ops.scaling import Scaling
 
 _MOST = torch.finfo(torch.float32).max
@@ -29,7 +28,6 @@ class CurrentQuantizers:
     """Quantizers that have been launched, ready to be launched again."""
 
     def __init__(self) -> None:
-        self._work_spaces = WorkSpaces()
         self._functions: dict[Any, Any] = {}
         self._experts = ExpertsCache()
 
@@ -42,7 +40,7 @@ class CurrentQuantizers:
         count, (rows, columns), device = weights.table.shape[0], weights.view.shape[1:], weights.view.device
         numbers = torch.empty(count, rows, columns, dtype=scaling.dtype, device=device)
         turned = torch.empty(count, columns, rows, dtype=scaling.dtype, device=device) if by_column else None
-        inverses, work = torch.empty(count, dtype=torch.float32, device=device), self._work(count, device)
+        inverses, work = torch.empty(count, dtype=torch.float32, device=device), _work(count, device)
         magnitudes = work.view(weights.view.dtype)[2::4]  # the lower halves of what follows the number of tasks
         function = self._get(sm90_compile.compiled_scaled_weights, weights.view.dtype, scaling, by_column)
         words = _words(weights.view), weights.table, _words(numbers), _words(turned)
@@ -67,13 +65,9 @@ class CurrentQuantizers:
             torch.empty(size, dtype=torch.float32, device=device) for size in (experts, tokens, tokens)
         )
         function = self._get(sm90_compile.compiled_scaled_rows, x.dtype, scaling, by_column)
-        words = _words(aligned(x)), offsets, weights, _words(numbers), _words(turned), self._work(experts, device)
+        words = _words(aligned(x)), offsets, weights, _words(numbers), _words(turned), _work(experts, device)
         function(*words, inverses, scales, factors, scaling.epsilon, _MOST)
         return QuantizedRows(numbers, turned, scales, inverses, factors)
-
-    def _work(self, scales: int, device: torch.device) -> torch.Tensor:
-        """As `fp8_current_device` has it."""
-        return self._work_spaces.get(2 * scales + 1, device)
 
     def _get(self, compiles: Callable[..., Any], dtype: torch.dtype, scaling: Scaling, both: bool) -> Any:
         key = compiles, dtype, scaling.dtype, scaling.power_of_two, both
@@ -83,6 +77,11 @@ class CurrentQuantizers:
                 function = compiles(dtype, scaling.dtype, both=both, power_of_two=scaling.power_of_two)
             self._functions[key] = function
         return function
+
+
+def _work(scales: int, device: torch.device) -> torch.Tensor:
+    """As `fp8_current_device` has it."""
+    return torch.zeros(2 * scales + 1, dtype=torch.int32, device=device)
 
 
 def _words(matrix: torch.Tensor | None) -> torch.Tensor | None:

@@ -23,7 +23,6 @@ from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile
 from te_offload.fused.kernels.sm90_tiles import Regime, tile_for
-from te_offload.fused.kernels.work_spaces import WorkSpaces
 
 _FORWARD, _BACKWARD = 2, 4  # products that count their tiles
 _NARROW = 8  # columns; the fewest that TMA takes
@@ -44,7 +43,6 @@ class Sm90Kernels:
         self._experts = ExpertsCache()
         self._launch = Launches()
         self._functions: dict[Any, Any] = {}
-        self._work_spaces = WorkSpaces()
 
     def __deepcopy__(self, memo: Any) -> Sm90Kernels:
         return type(self)(self._activation, self._tile_for)
@@ -137,10 +135,11 @@ class Sm90Kernels:
         self._launch(kernel, tile, dy, weights.view, dact_input, act_input, values, offsets, count, transposed=True)
         return dact_input, fc2_input, *self._sums(parts, offsets, count)
 
-    def _backward_count(self, offsets: torch.Tensor) -> TileCount:
+    @staticmethod
+    def _backward_count(offsets: torch.Tensor) -> TileCount:
         """Of FC2's dgrad, with room before it for an order of experts and behind it for the counts of what follows."""
         experts = offsets.shape[0] - 1
-        return TileCount(self._work_spaces.get(experts + _BACKWARD, offsets.device), experts)
+        return TileCount(offsets.new_zeros(experts + _BACKWARD), experts)
 
     def _sums(self, parts: torch.Tensor, offsets: torch.Tensor, count: TileCount) -> tuple[torch.Tensor, Orders]:
         """Of each row of parts; and how the products that follow FC2's dgrad, which had ``count``, take their tiles."""
