@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from te_offload import OffloadSession
 from te_offload.fused import fusions_in, hopper
 from te_offload.ops.te_adapter import pipeline
 from tests.fused.test_pipeline import OWN, by_transformer_engine
@@ -117,6 +121,52 @@ def test_steps_have_the_bits_of_transformer_engines_function(recipe: Any) -> Non
     assert [name == OWN for name in names] == [*[False] * 5, *[True] * 3]
 
 
+def by_hooks(module: te.ops.Sequential, *inputs: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        return module(*inputs)  # type: ignore[no-any-return]
+
+
+def after_an_evaluation(module: te.ops.Sequential, *inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        module(*inputs)
+    return module(*inputs)  # type: ignore[no-any-return]
+
+
+AROUND: dict[str, Callable[..., torch.Tensor]] = {
+    "session": lambda module, *inputs: module(*inputs),
+    "hooks": by_hooks,
+    "checkpoint": functools.partial(checkpoint, use_reentrant=False),
+    "evaluation before": after_an_evaluation,
+}
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED, BLOCKS], ids=["current", "delayed", "blocks"])
+@pytest.mark.parametrize("way", AROUND)
+def test_what_is_around_a_step_sees_the_same(way: str, recipe: Any) -> None:
+    names: list[str] = []
+
+    def steps() -> dict[str, torch.Tensor]:
+        FP8GlobalStateManager.reset()
+        module, found = mlp(), dict[str, torch.Tensor]()
+        with OffloadSession(module, min_bytes=0) as session:
+            for step in range(2):
+                x, sizes, scales = make_inputs(SPLITS, HIDDEN, seed=step, dtype=torch.bfloat16)
+                of_session = session.step() if way == "session" else contextlib.nullcontext()
+                with of_session, te.autocast(enabled=True, recipe=recipe):
+                    y = AROUND[way](module, x, sizes, scales, sizes)
+                    assert y.grad_fn is not None
+                    names.append(y.grad_fn.name())
+                    y.float().square().sum().backward()
+                of_step = gradients(module, x, scales) | {"output": y.detach()}
+                found |= {f"{step} {name}": each for name, each in of_step.items()}
+                module.zero_grad()
+            assert way != "session" or session.records[-1].bytes_back > 0
+        return found
+
+    assert_same_bits(by_transformer_engine(steps), steps())
+    assert [name == OWN for name in names] == [False, False, False, True]
+
+
 @pytest.mark.parametrize("captures", [False, True])
 def test_scales_of_the_backward_follow_once_a_step_but_in_no_capture(
     captures: bool, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +179,38 @@ def test_scales_of_the_backward_follow_once_a_step_but_in_no_capture(
     monkeypatch.setattr(FP8GlobalStateManager, "reduce_and_update_fp8_tensors", lambda *, forward: told.append(forward))
     y.float().sum().backward()
     assert told == ([] if captures else [False])
+
+
+def compute_again(module: te.ops.Sequential, *, around: bool, inside: bool) -> None:
+    """A step of a module that torch's checkpoint computes again, with te.autocast around that, inside of it, or both."""
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=CURRENT) if inside else contextlib.nullcontext():
+            return module(*inputs)  # type: ignore[no-any-return]
+
+    with te.autocast(enabled=around, recipe=CURRENT):
+        y = checkpoint(run, x, sizes, scales, sizes, use_reentrant=True)
+    y.float().sum().backward()
+
+
+@pytest.mark.parametrize("switch", ["reference", "0"], ids=["fused", "op by op"])
+def test_recipe_that_a_checkpoint_has_lost_is_warned_of(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+    monkeypatch.setenv(hopper.SWITCH, switch)
+    module = mlp()
+    with pytest.warns(
+        UserWarning, match="GroupedLinear - ScaledSReLU - GroupedLinear: its forward ran under Float8Cur"
+    ):
+        compute_again(module, around=True, inside=False)
+
+
+@pytest.mark.filterwarnings("error")
+def test_recipe_that_nobody_has_lost_is_not() -> None:
+    module = mlp()
+    compute_again(module, around=False, inside=True)
+    compute_again(module, around=True, inside=True)
+    forward([module], CURRENT)
+    forward([module], None)[0].float().sum().backward()  # without a recipe on purpose
 
 
 def test_call_passes_by_the_search_for_fusions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 In: a class of joint fused ops; modules that are captured. Out: nothing; two methods of `OperationFuser` are replaced, once,
 and pipelines pass other parameters where they are told to. Keeps true: results, gradients, saved tensors and errors are
-those of Transformer Engine's own pipeline; its lists are put back after each call. Does not: choose fusions, or quantize.
+those of Transformer Engine's own pipeline; its lists are put back after each call; a pipeline that a checkpoint computes
+again without its recipe says so. Does not: choose fusions, or quantize.
 
 Transformer Engine's autograd function handles any row of ops: their quantizers, extra outputs, channels between them. A
 grouped MLP is mostly a Sequential of its own and has none of that; there `_OneOp` does what is left, under a recipe too.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +49,8 @@ def use_stand_ins(fused: type[Any]) -> None:
         input_: torch.Tensor,
         extra_inputs: Sequence[Sequence[torch.Tensor | None]],
     ) -> None:
+        if recipe is None and fuser.recipe_type not in (None, type(None)):
+            _look_for_a_lost_recipe(fuser)
         fuse(fuser, is_grad_enabled, recipe, input_, extra_inputs)
         fuser.__dict__[_ALONE] = _only_op(fuser, fused, recipe)
         passed: list[Sequence[torch.Tensor]] | None = None
@@ -115,6 +119,21 @@ def _forget_stand_ins(fuser: Any, passed: Sequence[Sequence[torch.Tensor]]) -> N
     for op, own, tensors in zip(fuser._basic_ops, fuser._basic_op_params, passed, strict=True):
         if tensors is own:
             op.__dict__.pop(STAND_INS, None)
+
+
+def _look_for_a_lost_recipe(fuser: Any) -> None:
+    """Warn where a pipeline that ran under a recipe runs without one in a backward, as a checkpoint's. Transformer Engine
+    2.20.2's `checkpoint` takes a module of its ops for one of torch's, and has torch compute it again.
+    """
+    if torch._C._current_graph_task_id() == -1 or not any(op.num_quantizers("forward") for op in fuser._basic_ops):
+        return
+    warnings.warn(
+        f"{' - '.join(type(op).__name__ for op in fuser._basic_ops)}: its forward ran under {fuser.recipe_type.__name__}, "
+        "and in the backward it is computed again without a recipe, so its gradients are not those of that forward. "
+        "te.checkpoint does this to a module of te.ops: give it a function that calls the module; or enter te.autocast "
+        "inside of what is checkpointed.",
+        stacklevel=2,
+    )
 
 
 def _only_op(fuser: Any, fused: type[Any], recipe: Any) -> tuple[Any, Any] | None:
