@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from tests.support import te_on_cpu
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
 from tests.support.reference import activate, grouped_linear
 
+pytestmark = pytest.mark.usefixtures("fp8_in_torch_arithmetic")
 EXPERTS, HIDDEN, FFN, SPLITS = 3, 64, 128, (128, 0, 384)
 TOKENS = sum(SPLITS)
 
@@ -49,16 +49,6 @@ RECIPES: dict[str, Any] = {
     "delayed": te_recipe.DelayedScaling(amax_history_len=4),
 }
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
-
-
-@pytest.fixture(autouse=True)
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(hopper.SWITCH, "reference")
-    te_on_cpu.unfused(monkeypatch, grouped=False)
-    FP8GlobalStateManager.reset()
-    with torch._dynamo.config.patch(disable=True):  # the update of scales would be compiled for 20 s
-        yield
-    FP8GlobalStateManager.reset()
 
 
 def mlp(**options: Any) -> te.ops.Sequential:

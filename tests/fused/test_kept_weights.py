@@ -21,9 +21,9 @@ from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from te_offload.units import format_bytes
 from tests.fused import test_block_pass, test_fp8_pass
-from tests.fused.test_fp8_pass import no_kernels as no_kernels
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
 
+pytestmark = pytest.mark.usefixtures("fp8_in_torch_arithmetic")
 EXPERTS, HIDDEN, FFN, SPLITS = 3, 128, 256, (130, 0, 384)
 RECIPES: dict[str, Any] = test_fp8_pass.RECIPES | test_block_pass.RECIPES
 EVERY = pytest.mark.parametrize("recipe", RECIPES)

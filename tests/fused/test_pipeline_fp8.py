@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,23 +20,13 @@ from te_offload import OffloadSession
 from te_offload.fused import fusions_in, hopper
 from te_offload.ops.te_adapter import pipeline
 from tests.fused.test_pipeline import OWN, by_transformer_engine
-from tests.support import te_on_cpu
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp
 
+pytestmark = pytest.mark.usefixtures("fp8_in_torch_arithmetic")
 SPLITS, HIDDEN, FFN = (128, 0, 256), 128, 256
 CURRENT, OTHER, BLOCKS = Float8CurrentScaling(), DelayedScaling(amax_history_len=3), Float8BlockScaling()
 DELAYED = DelayedScaling(amax_history_len=2)
 OVERRIDDEN = Float8CurrentScaling(backward_override="high_precision")
-
-
-@pytest.fixture(autouse=True)
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(hopper.SWITCH, "reference")
-    te_on_cpu.unfused(monkeypatch, grouped=False)
-    FP8GlobalStateManager.reset()
-    with torch._dynamo.config.patch(disable=True):  # the update of scales would be compiled for 20 s
-        yield
-    FP8GlobalStateManager.reset()
 
 
 def mlp() -> te.ops.Sequential:

@@ -108,6 +108,18 @@ def test_slots_with_a_mark_of_their_own_leave_first_and_all_come_back_in_the_ord
     assert copied["start_back"] == ["fc2_input", "act_input", "fc1_input"]
 
 
+def test_slot_that_split_sizes_cut_leaves_as_one_tensor() -> None:
+    model = Stack(1)
+    expected = run(Stack(1), SPLITS)
+    with OffloadSession(model.layers, min_bytes=0) as session, session.step():
+        found = run(model, SPLITS)
+    assert_same_bits(expected, found)
+    assert session.records[-1].bytes_back == session.records[-1].bytes_out > 0
+    assert {row.slot.value: row.tensors for row in session.records[-1].slots if row.op} == dict.fromkeys(
+        ("fc1_input", "act_input", "fc2_input"), 1
+    )
+
+
 def test_slot_that_finds_no_room_leaves_the_others_of_its_forward_theirs() -> None:
     model = Stack(1)
     expected = run(Stack(1), SPLITS)
