@@ -1,13 +1,14 @@
 """One grouped MLP, forward and backward: ours fused, Transformer Engine's ops, torch's `_grouped_mm`, our kernels bare.
 
     ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew last|first] [--rounds 20]
-                                 [--calls 4] [--json FILE] [--single-grouped-weight] [--recipe fp8|fp8-delayed|fp8-block]
-                                 [--activation srelu|swiglu] [--only TEXT ...]
+                                 [--calls 4] [--lead 0] [--json FILE] [--single-grouped-weight]
+                                 [--recipe fp8|fp8-delayed|fp8-block] [--activation srelu|swiglu] [--only TEXT ...]
 
 All ways run in one process with the same weights and inputs, interleaved, column by column, shuffled anew each time: what
 runs before a way decides the card's clock, and an eager way that waits for the host lets it rest. Each number is the median
 over the rounds of a few calls in a row (`--calls`), by events on the GPU. The first call of a row finds the GPU idle, which
-an eager row of few calls shows; with many calls in a row the GPU has no rest, and runs at its sustained clock. `graph` is
+an eager row of few calls shows; with many calls in a row the GPU has no rest, and runs at its sustained clock. With
+`--lead` a row's first calls are not counted: the others find the GPU at work, as they do in training. `graph` is
 the same forward and backward captured and replayed, `one thread` the eager one with autograd working in the calling thread
 (`torch.autograd.set_multithreading_enabled(False)`) and not in one of its own. `host` is what a forward takes the host, by
 its own clock, with the GPU idle before it: after the other ways' turns, which throw it out of the host's caches, and
@@ -199,10 +200,12 @@ def split(experts: int, tokens: int, *, skew: str | None) -> list[int]:
     return sizes if skew == "first" else sizes[::-1]
 
 
-def milliseconds(step: Step, calls: int = CALLS) -> float:
-    """GPU time of one of some calls in a row."""
+def milliseconds(step: Step, calls: int = CALLS, lead: int = 0) -> float:
+    """GPU time of one of some calls in a row, which begins with ``lead`` that are not counted."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    for _ in range(lead):
+        step()
     begin.record()
     for _ in range(calls):
         step()
@@ -280,7 +283,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def measure(ways: dict[str, dict[str, Step]], rounds: int, calls: int) -> dict[tuple[str, str], float]:
+def measure(ways: dict[str, dict[str, Step]], rounds: int, calls: int, lead: int) -> dict[tuple[str, str], float]:
     """Medians, in milliseconds, by way and kind."""
     times: dict[tuple[str, str], list[float]] = {}
     shuffled = random.Random(0)
@@ -295,7 +298,7 @@ def measure(ways: dict[str, dict[str, Step]], rounds: int, calls: int) -> dict[t
                     if kind == AGAIN:
                         host_milliseconds(step)
                     with torch.autograd.set_multithreading_enabled(kind != ONE_THREAD):
-                        spent = host_milliseconds(step) if by_host else milliseconds(step, calls)
+                        spent = host_milliseconds(step) if by_host else milliseconds(step, calls, lead)
                     times.setdefault((name, kind), []).append(spent)
     return {key: statistics.median(values[2:]) for key, values in times.items()}
 
@@ -310,6 +313,7 @@ def main() -> None:
         ("tokens", 32768),
         ("rounds", 20),
         ("calls", CALLS),
+        ("lead", 0),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--skew", choices=("first", "last"), help="which expert takes half; a quarter takes nothing")
@@ -359,15 +363,18 @@ def main() -> None:
                 failures[f"{name}, {kind}"] = _first_line(error)
                 torch.cuda.synchronize()
                 break
-    medians = measure(ways, arguments.rounds, arguments.calls)
+    medians = measure(ways, arguments.rounds, arguments.calls, arguments.lead)
     number = te_adapter.cublaslt_version()
     shape = f"E{arguments.experts} H{arguments.hidden} F{arguments.ffn} T{arguments.tokens}"
     skewed = f", skewed routing, the {arguments.skew} expert takes half" if arguments.skew else ""
     skewed += (", one grouped weight" if single else "") + (", SwiGLU" if gated else "")
+    led = f" after {arguments.lead} uncounted" if arguments.lead else ""
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}"
     )
-    print(f"{shape} {arguments.recipe or 'bf16'}{skewed}, {arguments.rounds} rounds of {arguments.calls} calls; ms\n")
+    print(
+        f"{shape} {arguments.recipe or 'bf16'}{skewed}, {arguments.rounds} rounds of {arguments.calls} calls{led}; ms\n"
+    )
     print("| way | forward | as a graph | forward + backward | one thread | as a graph | host, forward | again |")
     print("|---|---|---|---|---|---|---|---|")
     for name in ways:
@@ -382,9 +389,10 @@ def main() -> None:
     if arguments.json:
         rows = [{"way": name, "kind": kind, "ms": value} for (name, kind), value in medians.items()]
         result = {
-            "schema": "1.5",
+            "schema": "1.6",
             "shape": shape,
             "calls": arguments.calls,
+            "lead": arguments.lead,
             "skew": arguments.skew,
             "single": single,
             "activation": arguments.activation,
