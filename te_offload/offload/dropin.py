@@ -47,15 +47,20 @@ class OffloadContext(contextlib.ContextDecorator):
         self._entered = 0
         self._visit: LayerVisit | None = None
         self._synced = True
+        self._again = 0  # forwards that run now and are none of a round
         self.round: dict[int, LayerVisit] = {}
 
     def __enter__(self) -> OffloadContext:
-        """A layer's forward begins.
+        """A layer's forward begins. One in a backward is a checkpoint's: no round counts it, and what it saves is used at
+        once.
 
         Raises:
             StateError: the synchronization function was not called since the layer before.
             ConflictError: another offloading context is active.
         """
+        if torch._C._current_graph_task_id() != -1:
+            self._again += 1
+            return self
         if not self._synced or self._visit is not None:
             raise StateError(
                 "The offloading context was entered again before the synchronization function was called. Call it on "
@@ -70,9 +75,8 @@ class OffloadContext(contextlib.ContextDecorator):
         self._entered += 1
         engine = self._engine
         assert engine is not None
-        stays = Reason.IN_BACKWARD if torch._C._current_graph_task_id() != -1 else Reason.NONE
         forward = sum(visit.layer == f"layer{number}" for visit in engine.visits)
-        self._visit = engine.open_visit(f"layer{number}", None, forward, stays)
+        self._visit = engine.open_visit(f"layer{number}", None, forward, Reason.NONE)
         self._visit.keep = Reason.NONE if number < self._num_layers else Reason.PLAN
         self.round[number] = self._visit
         self._visit.open()
@@ -80,6 +84,9 @@ class OffloadContext(contextlib.ContextDecorator):
 
     def __exit__(self, kind: object, *_: object) -> None:
         """The layer's forward is over, or raised."""
+        if self._again:
+            self._again -= 1
+            return
         visit, self._visit = self._visit, None
         assert visit is not None
         if kind is not None:

@@ -83,15 +83,15 @@ class Planner:
         if record is None or not record.slots or record.unseen or record.raised:
             return
         if self.plan is None:
-            if record.index > 0 and not engine.times_are_disturbed:
+            if record.index > 0 and record.windows and not engine.times_are_disturbed:
                 self.plan = make_plan(self._policy, record, self._rates(engine), _given(engine))
         elif self.plan.drift(bytes_by_slot(record)) <= self._policy.replan_drift:
             if record.index >= self._looks_from:
                 self._fits = record.saved_by_forward
-        elif record.timed:
+        elif record.timed and record.windows:
             self._link = None  # other jobs may share it by now
             self.plan = make_plan(self._policy, record, self._rates(engine), _given(engine))
-        else:
+        elif not record.timed:
             engine.times_next = True
 
     def _plan_together(self, engine: Engine) -> None:
@@ -105,7 +105,7 @@ class Planner:
         everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
         torch.distributed.all_gather_object(everyone, mine, group=self._group)
         records = [record for record, *_ in everyone]
-        if any(record.raised for record in records):
+        if any(record.raised or not record.windows for record in records):
             return  # on every rank
         record = merge_records(records)
         link = Link(*(min(dataclasses.astuple(rates)[i] for _, rates, _ in everyone) for i in range(4)))

@@ -368,19 +368,21 @@ class OffloadSession:
         visit.open()
 
     def end_forward(self, attachment: Attachment, output: Any, *, failed: bool) -> None:
-        """The forward of an attached layer ended, or raised."""
+        """The forward of an attached layer ended, or raised. One in a backward is a checkpoint's, which torch ends by an
+        exception as soon as it has all; if that is an error, the backward raises it.
+        """
+        checkpointed = torch._C._current_graph_task_id() != -1
         if attachment.unseen is not None:
             key, attachment.unseen = attachment.unseen, None
             if not failed and self._engine is not None and any(visit.cargos for visit in self._engine.visits):
                 _before_backward(output, functools.partial(_approach, weakref.ref(self), key))
-                checkpointed = torch._C._current_graph_task_id() != -1  # what left before may be read any moment
-                if not checkpointed:
+                if not checkpointed:  # else what left before may be read any moment
                     self._engine.mover.settle(key)
             return
         if not self._open or self._open[-1][0] is not attachment:
             return  # its beginning was outside of the step, or raised
         visit = self._pop()
-        if failed:
+        if failed and not checkpointed:
             visit.abort()
         else:
             assert self._engine is not None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import te_offload
 from te_offload import Fate, Outcome, Reason
@@ -106,6 +107,40 @@ def test_evaluation_in_between_is_left_alone() -> None:
         assert same(expected, gradients(model, context, sync))
         with torch.no_grad():
             model(torch.zeros(ROWS, WIDTH), context)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_what_a_checkpoint_computes_again_counts_in_no_round(reentrant: bool, stops_early: bool) -> None:
+    context, sync = te_offload.get_cpu_offload_context(enabled=True, num_layers=2, model_layers=4)
+
+    def step(model: Layers, *contexts: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        around, synced = contexts or (contextlib.nullcontext(), lambda y: y)
+
+        def run(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+            with around:
+                y: torch.Tensor = layer(x)
+            return synced(y) if y.requires_grad else y
+
+        y = x
+        for number, layer in enumerate(model.layers):
+            y = checkpoint(run, layer, y, use_reentrant=reentrant) if number == 1 else run(layer, y)
+        y.square().sum().backward()
+        assert x.grad is not None
+        return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    with set_checkpoint_early_stop(stops_early):
+        expected, model = step(Layers()), Layers()
+        for _ in range(3):
+            assert same(expected, step(model, context, sync))
+    record = last_record(context)
+    assert [row.index for row in context.records] == [0, 1, 2] and not record.raised
+    gone = {row.layer for row in record.slots if row.fate is Fate.OFFLOADED}
+    assert gone == {"layer0"} if reentrant else gone == {"layer0", "layer1"}  # whose first forward saves nothing if so
+    assert record.bytes_back == record.bytes_out > 0
 
 
 def test_forward_whose_graph_is_dropped_gives_its_memory_back() -> None:

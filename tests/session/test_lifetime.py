@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformer_engine.pytorch import cpu_offload as te_cpu_offload
 
-from te_offload import Fate, OffloadSession, Reason
+from te_offload import Fate, OffloadSession
 from te_offload.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -263,85 +262,6 @@ def test_tensor_changed_after_it_was_saved_is_an_error() -> None:
             SavedTensorModifiedError, match=r"layer0/other\[\d\]: a saved tensor was written to in place"
         ):
             y.sum().backward()
-
-
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("inside", [True, False], ids=["inside-the-layer", "around-the-layer"])
-def test_checkpoint_keeps_recomputing_and_the_bits_stay(reentrant: bool, inside: bool) -> None:
-    runs = 0
-
-    class Checkpointed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.mlp = make_mlp()
-
-        def forward(self, *inputs: torch.Tensor) -> Any:
-            def body(*inner: torch.Tensor) -> Any:
-                nonlocal runs
-                runs += 1
-                return self.mlp(*inner)
-
-            return checkpoint(body, *inputs, use_reentrant=reentrant) if inside else body(*inputs)
-
-    def call(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        x, sizes, scales = make_inputs(SPLITS)
-        inputs = (x, sizes, scales, sizes)
-        y = model(*inputs) if inside else checkpoint(model, *inputs, use_reentrant=reentrant)
-        y.square().sum().backward()
-        return gradients(model, x, scales)
-
-    expected = call(Checkpointed())
-    assert runs == 2
-    model = Checkpointed()
-    other = make_mlp()
-    with OffloadSession([model, other], min_bytes=0) as session, session.step():
-        found = call(model)
-        run(other, SPLITS)
-    assert runs == 4
-    assert_same_bits(expected, found)
-    assert session.records[-1].bytes_out > 0
-    kept = {row.reason for row in session.records[-1].slots if row.layer == "layer0" and row.op}
-    assert kept <= {Reason.IN_BACKWARD, Reason.FOREIGN_HOOK}
-    assert inside or kept
-
-
-def test_memory_that_a_checkpoint_drops_is_not_held_by_the_session() -> None:
-    memory: list[StorageWeakRef] = []
-
-    class Checkpointed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = make_mlp()
-            self.dropped: list[bool] = []
-
-        def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> Any:
-            def body(x: torch.Tensor, *rest: torch.Tensor) -> Any:
-                h = x * 1
-                memory.append(StorageWeakRef(h.untyped_storage()))
-                return self.mlp(h, *rest)
-
-            y = checkpoint(body, x, *rest, use_reentrant=False)
-            self.dropped.append(memory[0].expired())
-            return y
-
-    module = Checkpointed()
-    x, sizes, scales = make_inputs(SPLITS)
-    with OffloadSession([module, make_mlp()], min_bytes=0) as session, session.step():
-        module(x, sizes, scales, sizes).sum().backward()
-    assert module.dropped == [True]
-    assert {row.reason for row in session.records[-1].slots if row.op} == {Reason.FOREIGN_HOOK}
-
-
-def test_forward_that_is_left_alone_has_a_row_that_says_so() -> None:
-    layer = torch.nn.Linear(4, 4)
-    x = torch.ones(2, 4, requires_grad=True)
-    with set_checkpoint_early_stop(False), OffloadSession(layer, min_bytes=0) as session, session.step():
-        checkpoint(layer, x, use_reentrant=False).sum().backward()
-    assert [(row.slot.value, row.reason) for row in session.records[-1].slots] == [
-        ("other", Reason.FOREIGN_HOOK),
-        ("other", Reason.IN_BACKWARD),
-    ]
 
 
 def test_step_inside_a_step_is_an_error() -> None:

@@ -141,6 +141,25 @@ def test_step_that_raised_is_no_ground_for_a_plan(where: str, number: int) -> No
         assert 0 < session.records[-1].bytes_out < 4 * LAYER and not session.records[-1].raised
 
 
+@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize(
+    "budget", [{"fraction": 0.5}, {"budget_per_layer": LAYER // 2}, {"policy": "planned"}], ids=str
+)
+def test_step_of_which_a_hook_takes_all_is_no_ground_for_a_plan(budget: dict[str, Any], number: int) -> None:
+    model = Stack(4)
+    with OffloadSession(model.layers, min_bytes=0, **budget) as session:
+        steps(session, model, number)
+        before = session.plan
+        for _ in range(4):
+            with session.step(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+                run(model, (8, 1, 9))
+            assert {row.reason for row in session.records[-1].slots} == {Reason.FOREIGN_HOOK}
+            assert session.plan is before
+        steps(session, model, 4)
+        assert session.plan is not None and len(session.plan.slots) == 4 * 3
+        assert session.records[-1].bytes_out > 0
+
+
 def test_plan_is_made_anew_when_shapes_drift_past_the_bound() -> None:
     model = Stack(3)
     with OffloadSession(model.layers, min_bytes=0, fraction=0.5, replan_drift=0.3) as session:
