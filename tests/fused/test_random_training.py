@@ -1,0 +1,47 @@
+"""Random trainings with grouped MLPs in sessions: the bits are those without one, and records say what happened."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from te_offload.offload import engine
+from te_offload.ops.te_adapter import pipeline
+from tests.support.late_copies import LateTransfer
+from tests.support.mlp import assert_same_bits
+from tests.support.random_training import Results, Training, random_session
+
+pytestmark = [
+    pytest.mark.usefixtures("fp8_in_torch_arithmetic"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
+
+
+def without_a_session(seed: int) -> tuple[list[Results], list[bool]]:
+    """By Transformer Engine's autograd function."""
+    FP8GlobalStateManager.reset()
+    training = Training(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "_only_op", lambda *_: None)
+        return training.run(), training.raised
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_training_in_a_session_has_the_bits_of_one_without(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = 0
+    for seed in range(8 * part, 8 * part + 8):
+        monkeypatch.setattr(engine, "make_transfer", lambda *_, seed=seed: LateTransfer(seed))
+        expected, raised = without_a_session(seed)
+        FP8GlobalStateManager.reset()
+        training = Training(seed)
+        with random_session(random.Random(seed), training.layers) as session:
+            found = training.run(session)
+            records = session.records
+            assert session.host_bytes == 0
+        for one, other in zip(expected, found, strict=True):
+            assert_same_bits(one, other)
+        assert [record.raised for record in records] == [raised[record.index] for record in records]
+        moved += sum(record.bytes_back for record in records)
+    assert moved > 100_000
