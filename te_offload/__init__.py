@@ -7,7 +7,7 @@ Engine.
 
 import torch  # noqa: F401  Transformer Engine's libraries are found only once torch is loaded
 
-from te_offload import errors, fused, ops
+from te_offload import dynamo, errors, fused, ops
 from te_offload.offload import (
     OffloadSession,
     Outcome,
@@ -42,3 +42,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+dynamo.leave_alone()

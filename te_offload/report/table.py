@@ -80,6 +80,11 @@ def totals(step: StepRecord) -> str:
         lines[2] = f"No times were taken in this step; rank {step.rank}."
     if step.raised:
         lines.append("The step, or a forward in it, raised.")
+    elif step.timed and not step.slots and not step.windows:
+        lines.append(
+            "None of the layers ran in this step, as far as their hooks tell: what torch.compile traced before the session "
+            "was there calls none. Make the session first, or compile each layer by itself."
+        )
     if step.unseen:
         lines.append(
             f"{step.unseen} forwards were not looked at: nothing of them went the last time, and nothing changed."
