@@ -3,7 +3,7 @@
 In: a class of joint fused ops; modules that are captured. Out: nothing; two methods of `OperationFuser` are replaced, once,
 and pipelines pass other parameters where they are told to. Keeps true: results, gradients, saved tensors and errors are
 those of Transformer Engine's own pipeline; its lists are put back after each call; a pipeline that a checkpoint computes
-again without its recipe says so. Does not: choose fusions, or quantize.
+again without its recipe says so; torch.compile traces none of it. Does not: choose fusions, or quantize.
 
 Transformer Engine's autograd function handles any row of ops: their quantizers, extra outputs, channels between them. A
 grouped MLP is mostly a Sequential of its own and has none of that; there `_OneOp` does what is left, under a recipe too.
@@ -101,7 +101,8 @@ def use_stand_ins(fused: type[Any]) -> None:
                 fuser._basic_op_num_params, fuser._flat_basic_op_params = own
 
     OperationFuser.maybe_fuse_ops = maybe_fuse_ops
-    OperationFuser.__call__ = call_and_put_back
+    # Traced on a GPU, Transformer Engine's GroupedLinear is an error inside of TorchDynamo.
+    OperationFuser.__call__ = torch.compiler.disable(call_and_put_back, reason="te.ops run as they are")
 
 
 def put_parameters(module: torch.nn.Module, others: Mapping[int, torch.nn.Parameter]) -> None:
