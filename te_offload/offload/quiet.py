@@ -36,7 +36,8 @@ Signature = tuple[Any, ...]
 def signature_of(args: Sequence[Any], kwargs: Mapping[str, Any], flags: Sequence[bool]) -> Signature | None:
     """What decides on the slots of a forward, as far as it is seen from outside; ``None`` if no argument is a tensor."""
     shapes = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    return (*shapes, *flags, torch.is_grad_enabled()) if shapes else None
+    again = torch._C._current_graph_task_id() != -1  # by a checkpoint, in a backward
+    return (*shapes, *flags, torch.is_grad_enabled(), again) if shapes else None
 
 
 class Quiet:

@@ -108,6 +108,31 @@ def test_layer_that_a_checkpoint_computes_again_is_no_error_of_its_step(stops_ea
     assert set(reasons) == {Reason.FOREIGN_HOOK, Reason.IN_BACKWARD} or record.unseen == 1
 
 
+def test_forward_is_not_taken_for_one_that_a_checkpoint_computed_again() -> None:
+    model = Stack(2)
+
+    def forward(seed: int, *, again: bool) -> torch.Tensor:
+        x, sizes, scales = make_inputs(SPLITS, seed=seed)
+        y: torch.Tensor = model.layers[0](x, sizes, scales, sizes)
+        last = model.layers[1]
+        y = checkpoint(last, y, sizes, scales, sizes, use_reentrant=False) if again else last(y, sizes, scales, sizes)
+        return y.sum()
+
+    with OffloadSession(model.layers, min_bytes=0, host_reserve="1MiB") as session:
+        for seed in range(10):
+            with session.step():
+                forward(seed, again=True).backward()
+        assert not session.records[-1].timed and session.records[-1].unseen == 1
+        with session.step():
+            losses = [
+                forward(seed, again=False) for seed in range(2)
+            ]  # the second layer's second forward is another now
+            for loss in losses:
+                loss.backward()
+        assert session.records[-1].unseen == 0
+        assert session.records[-1].bytes_out == session.records[-1].bytes_back == 4 * 10 * (16 + 32 + 32) * 4
+
+
 def test_error_of_what_a_checkpoint_computes_again_is_the_step_s() -> None:
     model, runs = Stack(2), 0
 
