@@ -10,7 +10,9 @@ for later forwards would be the result of one compiled graph, which can run back
 from __future__ import annotations
 
 import functools
+import warnings
 
+import torch
 from torch._dynamo import trace_rules
 
 _ROOMS = (
@@ -29,7 +31,16 @@ _ROOMS = (
 def leave_alone() -> None:
     """Have TorchDynamo skip the code of these rooms. Does nothing the second time.
 
-    Torch has decorators for that, which would cost each eager call of a hook microseconds; a rule by files costs none.
+    Torch has decorators for that, which would cost each eager call of a hook microseconds; a rule by files costs none, but
+    is none of torch's public functions: where it is missing a warning says so.
     """
+    add = getattr(trace_rules, "add", None)
+    if add is None:
+        warnings.warn(
+            f"torch {torch.__version__} has no rules by files for TorchDynamo, so torch.compile would trace te_offload and "
+            "fail. Do not compile layers that hold its ops or belong to its sessions with this version.",
+            stacklevel=2,
+        )
+        return
     for room in _ROOMS:
-        trace_rules.add(f"te_offload.{room}")
+        add(f"te_offload.{room}")

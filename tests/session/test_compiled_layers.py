@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 
-from te_offload import OffloadSession
+from te_offload import OffloadSession, dynamo
 from te_offload.fused import fusions_in, hopper
 from tests.support.mlp import assert_same_bits, make_mlp, run
 
@@ -146,3 +146,9 @@ def test_report_says_that_no_layer_of_a_model_traced_before_is_seen() -> None:
             gradients(model, forward, 0)
         assert session.records[-1].bytes_back > 0
         assert "None of the layers ran in this step" not in session.report()
+
+
+def test_torch_without_such_rules_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._dynamo.trace_rules, "add")
+    with pytest.warns(UserWarning, match="has no rules by files for TorchDynamo"):
+        dynamo.leave_alone.__wrapped__()
