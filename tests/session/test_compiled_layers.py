@@ -10,10 +10,16 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from te_offload import OffloadSession, dynamo
 from te_offload.fused import fusions_in, hopper
-from tests.support.mlp import assert_same_bits, make_mlp, run
+from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
+from tests.support.mlp import gradients as gradients_of
+from tests.support.process_groups import alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
 ROWS, WIDTH, SPLITS = 512, 64, ((4, 0, 6), (1, 8, 1), (5, 0, 0))
@@ -104,6 +110,45 @@ def test_layers_with_grouped_mlps_have_the_bits_of_eager_ones(
         rows = {row.name for row in session.records[-1].slots}
         assert {"layer0/mlp.0.fc1_input", "layer2/mlp.1.act_input"} <= rows
     assert all(fusion.handed_over == 0 and (fusion.fused > 0) == (switch != "0") for fusion in fusions_in(model))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("again", [(1,), (0, 1, 2)], ids=["one again", "all again"])
+def test_layers_as_torchtitan_has_them_go_bit_for_bit(
+    again: tuple[int, ...], compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrapped in checkpoints, compiled, then sharded by FSDP2."""
+    monkeypatch.setenv(hopper.SWITCH, "reference")
+
+    def make() -> Stack:
+        model = Stack("srelu")
+        for number in again:
+            model.layers[number] = checkpoint_wrapper(model.layers[number])
+        if compiles:
+            compiled_each(model.layers, "in place")
+        for layer in model.layers:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        return model
+
+    def step(model: Stack, seed: int) -> dict[str, torch.Tensor]:
+        x, sizes, scales = make_inputs(SPLITS[seed % 3], seed=seed)
+        model.zero_grad()
+        y = model(x, sizes, scales, sizes)
+        y.square().sum().backward()
+        found = gradients_of(model, x, scales)
+        return {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+    with alone("gloo"):
+        expected, model = make(), make()
+        with OffloadSession(model.layers, min_bytes=0) as session:
+            for seed in range(4):
+                with session.step():
+                    found = step(model, seed)
+                assert_same_bits(step(expected, seed), found)
+                assert not session.records[-1].raised
+            record = session.records[-1]
+        assert record.bytes_back > 0
+        assert {row.layer for row in record.slots} == {"layer0", "layer1", "layer2"}
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
