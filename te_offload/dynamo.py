@@ -1,10 +1,11 @@
 """What torch.compile makes of this package where it meets it in a model: nothing, it runs as it is.
 
-In: nothing. Out: rules of TorchDynamo. Keeps true: around ops of ours, and around a session's hooks, there is a break of
-the graph, and what is traced on either side of it stays as it was; an eager call pays nothing for it. Does not: trace ops.
+In: nothing. Out: rules of TorchDynamo. Keeps true: around our code, a session's hooks above all, there is a break of the
+graph, and what is traced on either side of it stays as it was; an eager call pays nothing for it. Does not: know pipelines
+of te.ops; `te_adapter.pipeline` has those run as they are, Transformer Engine's part of them too.
 
-Traced, a session's own bookkeeping would be compiled, a hundred frames of it, and a stand-in for parameters that is kept
-for later forwards would be the result of one compiled graph, which can run backward once.
+Traced, a session's own bookkeeping would be compiled, a hundred frames of it, which is an error where it asks tensors for
+their bytes.
 """
 
 from __future__ import annotations
@@ -15,16 +16,8 @@ import warnings
 import torch
 from torch._dynamo import trace_rules
 
-_ROOMS = (
-    "errors",
-    "fused",
-    "graphs",
-    "offload",
-    "ops",
-    "report",
-    "slots",
-    "units",
-)  # the demo is a model like any other
+# The demo is a model like any other.
+_ROOMS = ("errors", "fused", "graphs", "offload", "ops", "report", "slots", "units")
 
 
 @functools.cache

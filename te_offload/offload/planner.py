@@ -82,6 +82,7 @@ class Planner:
         record = engine.latest_record(wait=self.plan is None, complete=self.plan is not None)
         if record is None or not record.slots or record.unseen or record.raised:
             return
+        # A step without times has no windows, nor has one of which others' hooks took all.
         if self.plan is None:
             if record.index > 0 and record.windows and not engine.times_are_disturbed:
                 self.plan = make_plan(self._policy, record, self._rates(engine), _given(engine))

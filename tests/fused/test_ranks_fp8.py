@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,8 @@ import torch
 
 from te_offload.fused import hopper
 from tests.support.mlp import assert_same_bits
+from tests.support.process_groups import on_two_ranks
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, pytest, torch, torch._dynamo, torch.distributed as dist
 from te_offload import OffloadSession
@@ -57,18 +55,7 @@ def test_scales_of_ranks_follow_the_amaxes_of_all_and_steps_have_the_bits_of_tra
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(hopper.SWITCH, "reference")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    on_two_ranks(PROGRAM, str(tmp_path))
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for of_rank in found:
         for theirs, ours in of_rank:

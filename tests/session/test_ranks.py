@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.process_groups import on_two_ranks
+
 PROGRAM = """
 import sys, torch, torch.distributed as dist
 from te_offload import OffloadSession
@@ -35,26 +34,11 @@ dist.destroy_process_group()
 """
 
 
-def run_ranks(folder: Path, how: str) -> list[str]:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), how, str(folder)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    return [output.splitlines()[-1] for output in outputs]
-
-
 @pytest.mark.parametrize(("how", "calls"), [("together", f"calls {2 * ['all_gather_object']}"), ("alone", "calls []")])
 def test_ranks_share_a_plan_with_one_collective_in_64_steps_if_asked_and_none_if_not(
     tmp_path: Path, how: str, calls: str
 ) -> None:
-    assert run_ranks(tmp_path, how) == [calls, calls]
+    outputs = on_two_ranks(PROGRAM, how, str(tmp_path))
+    assert [output.splitlines()[-1] for output in outputs] == [calls, calls]
     plans = [(tmp_path / f"plan{rank}.json").read_text() for rank in range(2)]
     assert (plans[0] == plans[1]) == (how == "together")

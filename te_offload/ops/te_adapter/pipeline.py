@@ -101,7 +101,8 @@ def use_stand_ins(fused: type[Any]) -> None:
                 fuser._basic_op_num_params, fuser._flat_basic_op_params = own
 
     OperationFuser.maybe_fuse_ops = maybe_fuse_ops
-    # Traced on a GPU, Transformer Engine's GroupedLinear is an error inside of TorchDynamo.
+    # Traced, a stand-in that is kept would be the result of one compiled graph, which can run backward once; and on a GPU
+    # Transformer Engine's GroupedLinear is an error inside of TorchDynamo.
     OperationFuser.__call__ = torch.compiler.disable(call_and_put_back, reason="te.ops run as they are")
 
 
