@@ -139,7 +139,7 @@ class ByteModel(torch.nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(256, config.dim)
-        self.position = torch.nn.Parameter(torch.randn(config.context, config.dim) * 0.02)
+        self.position = torch.nn.Parameter(torch.randn(config.context, config.dim, device="cpu") * 0.02)
         self.layers = torch.nn.ModuleList(Layer(config, device, dtype) for _ in range(config.layers))
         self.norm = torch.nn.RMSNorm(config.dim)
         self.head = torch.nn.Linear(config.dim, 256, bias=False)

@@ -65,7 +65,7 @@ class Verifier:
             if _checksum(found) == expected:
                 continue
             there, spans = found.cpu(), _spans(cargo, lot, begin)
-            read = torch.zeros(run.nbytes, dtype=torch.bool)
+            read = torch.zeros(run.nbytes, dtype=torch.bool, device="cpu")
             for start, end, _ in spans:
                 read[start:end] = True
             differing = ((there != copy) & read).nonzero()

@@ -69,6 +69,6 @@ def _memory(
         ``None`` for the latter where the memory is of another GPU's context.
     """
     with torch.inference_mode(mode=False):
-        host = torch.empty(shape, dtype=dtype, pin_memory=True)
-        target = torch.as_tensor(_OnGpu(host))
-    return host, target if target.get_device() == device else None
+        host = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+        target = torch.as_tensor(_OnGpu(host), device=f"cuda:{device}")  # a copy there, if it is not that GPU's
+    return host, target if target.data_ptr() == host.data_ptr() else None

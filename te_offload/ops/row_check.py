@@ -38,7 +38,7 @@ class RowCheck:
         # Of each place the most rows that were missing, then in how many replays some were. Both only grow, so that a
         # replay that was queued before the host looked tells nothing twice.
         self._state = torch.zeros(2 * most, dtype=torch.int64, device=device)
-        self._told = torch.zeros(2 * most, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._told = torch.zeros(2 * most, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._known: list[int] = []
         self._seen = memoryview(self._told.numpy())  # type: ignore[arg-type]  # which the host reads before each replay
         self._excess: list[torch.Tensor] = []

@@ -30,6 +30,13 @@ def test_numbers_of_views_parameters_and_extremes_are_right() -> None:
         assert te_offload.numbers_on_host(sizes[0]) == [2**62, -1, 3]
 
 
+@pytest.mark.parametrize("default", ["cpu", "cuda", "meta"])
+def test_numbers_are_right_whatever_the_default_device_is(default: str) -> None:
+    numbers = torch.arange(1001, device="cuda")  # a length that no test asked for before
+    with torch.device(default):
+        assert te_offload.numbers_on_host(numbers[{"cpu": 0, "cuda": 1, "meta": 2}[default] :])[-3:] == [998, 999, 1000]
+
+
 def test_numbers_are_those_that_the_current_stream_will_have_written() -> None:
     stream = torch.cuda.Stream()
     numbers = torch.zeros(64, dtype=torch.int64, device="cuda")

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +171,17 @@ def test_every_module_opens_with_what_goes_in_and_out() -> None:
             continue
         for word in ("In:", "Out:", "Keeps", "Does"):
             assert word in text, f"{path.relative_to(ROOT)} does not say {word}"
+
+
+def test_each_tensor_says_its_device_whatever_the_default_one_is() -> None:
+    makers = {name for name in dir(torch) if re.match("(as_?tensor|empty|zeros|ones|full|arange|tensor|rand)", name)}
+    makers -= {name for name in makers if name.endswith("_like")}
+    for path in (ROOT / "te_offload").rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        for call in calls:
+            if (made := ast.unparse(call.func).removeprefix("torch.")) in makers and "torch." in ast.unparse(call.func):
+                given = {keyword.arg for keyword in call.keywords}
+                assert given & {"device", None}, f"{path.relative_to(ROOT)}:{call.lineno}: {made} says no device"
 
 
 def test_no_module_is_longer_than_500_lines() -> None:

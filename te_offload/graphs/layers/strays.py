@@ -20,7 +20,7 @@ import torch
 def sequence_number() -> int:
     """Of the calling thread; autograd's nodes that come later have larger ones."""
     with torch.enable_grad():
-        node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
+        node: Any = torch.empty(0, device="cpu", requires_grad=True).view(0).grad_fn
     number: int = node._sequence_nr()
     return number
 

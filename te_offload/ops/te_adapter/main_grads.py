@@ -72,7 +72,7 @@ def _cpu_dummy_grad(weight: Any) -> torch.Tensor | None:
         return None
     weight.grad_added_to_main_grad = True
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return make(weight.shape, dtype=weight.dtype)
+    return make(weight.shape, dtype=weight.dtype, device="cpu")
 
 
 def accumulates_into_main_grad(weight: torch.nn.Parameter) -> bool:
