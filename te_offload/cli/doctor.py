@@ -99,7 +99,9 @@ def _gpu_findings() -> Iterator[Finding]:
     built = cuda_queue.build()
     detail = f"torch's calls and ctypes' queue copies, at more of the host's time: {built.reason}"
     yield Finding("compiled copies", built.module is not None, detail if built.module is None else "built by Triton")
-    yield Finding("pinned memory", torch.empty(1, device="cpu", pin_memory=True).is_pinned(), "page-locked host memory for copies")
+    yield Finding(
+        "pinned memory", torch.empty(1, device="cpu", pin_memory=True).is_pinned(), "page-locked host memory for copies"
+    )
     what = "memory back under CUDA graphs"
     try:
         granule = CudaVirtualMemory(torch.device("cuda")).granule

@@ -110,7 +110,9 @@ def train(config: TrainingConfig, *, offload: bool | None, progress: Callable[[f
                     OffloadSession(model.layers, min_bytes=config.min_bytes, max_in_flight="8MiB", enabled=offload)
                 )
             for _ in range(config.steps):
-                starts = torch.randint(len(text) - config.model.context - 1, (config.batch,), generator=order, device="cpu")
+                starts = torch.randint(
+                    len(text) - config.model.context - 1, (config.batch,), generator=order, device="cpu"
+                )
                 rows = torch.stack([text[s : s + config.model.context + 1] for s in starts.tolist()])
                 optimizer.zero_grad()
                 with session.step() if session is not None else contextlib.nullcontext():

@@ -8,6 +8,7 @@ FC2's none: it is rebuilt, to the same numbers. Does not: save, offload, or know
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,6 +136,12 @@ class BlockPass:
         padded = self._padded = self._kernels.padded_offsets(self._offsets2)
         ways: dict[str, Any] = {"accumulate": accumulate, "order": self._orders.fc2_wgrad, "padded": padded}
         self._kernels.wgrad_blocks(self._columns, self._rebuilt, self._offsets2, out, **ways)
+
+    def for_later(self) -> BlockPass:
+        """As of `Fp8Pass`."""
+        later = copy.copy(self)
+        later._weights1 = BlockWeights(None, None)
+        return later
 
     def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
         """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""

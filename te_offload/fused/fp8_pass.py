@@ -11,6 +11,7 @@ of transformer_engine/pytorch/module/base.py); so does this.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -184,6 +185,12 @@ class Fp8Pass:
         padded = self._padded = self._kernels.padded_offsets(self._offsets2)
         ways: dict[str, Any] = {"accumulate": accumulate, "fast": False, "order": self._orders.fc2_wgrad}
         self._kernels.wgrad_fp8(self._dy, self._rebuilt, self._offsets2, out, **ways, padded=padded)
+
+    def for_later(self) -> Fp8Pass:
+        """What `fc2_wgrad` needs, for a call that comes after this backward."""
+        later = copy.copy(self)
+        later._weights1, later._magnitudes, later._x = self._weights1._replace(columns=None), None, None
+        return later
 
     def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
         """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""

@@ -1,11 +1,13 @@
 """Gradients of a GroupedLinear's parameters, where they are asked for: new ones, or into ``main_grad``.
 
 In: the op, the gradient of its output, and what multiplies. Out: gradients in the order of the parameters. Keeps true: each
-is written once, and added only where the op accumulates. Does not: know how the product is computed.
+is written once, in the backward or in ``backward_dw``, and added only where the op accumulates. Does not: know how the
+product is computed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,38 +53,75 @@ def weight_grads(
     *,
     together: bool,
 ) -> list[torch.Tensor | None]:
-    """Compute the weights' gradients, into ``main_grad`` where asked; one a weight parameter.
+    """Compute the weights' gradients, into ``main_grad`` where asked; one a weight parameter. Those of an op that delays
+    its wgrad are left to its ``backward_dw``.
 
     Args:
         dy: of the op's output, of whose dtype new gradients are. multiply: computes them, of what `Kernels.prepare`
             returns and whether to ``accumulate``. together: one tensor stands for all weights (`StandIns`).
     """
+    count = 1 if together or op.single_grouped_weight else op.num_groups
     if not ctx.weight_requires_grad:
-        return [None] if together or op.single_grouped_weight else [None] * op.num_groups
+        return [None] * count
     shape = (op.num_groups, op.out_features, op.in_features)
-    empty = not dy.shape[0]
-    if not op._accumulate_into_main_grad:
-        packed = torch.empty(shape, dtype=dy.dtype, device=dy.device)
-        if empty:
-            packed.zero_()
+    main_grads: Any = None
+    accumulate, dtype = False, dy.dtype
+    if op._accumulate_into_main_grad:
+        weights: Any = parameters.weight_parameters(op)
+        accumulate = te_adapter.accumulates_into_main_grad(weights[0])
+        if op.single_grouped_weight:
+            main_grads = te_adapter.main_grad_of(weights[0])
+            main_grads = te_adapter.view_main_grad_as_grouped_buffer(main_grads, shape[0], shape[1:], label="weight")
+            dtype = main_grads.dtype
         else:
-            multiply(kernels.prepare(f"{name}'s gradient", packed), accumulate=False)
-        return [packed] if together or op.single_grouped_weight else list(packed.unbind(0))
-    weights: Any = parameters.weight_parameters(op)
-    accumulate = te_adapter.accumulates_into_main_grad(weights[0])
-    grads: Any
-    if op.single_grouped_weight:
-        grads = te_adapter.main_grad_of(weights[0])
-        grads = te_adapter.view_main_grad_as_grouped_buffer(grads, shape[0], shape[1:], label="weight")
+            main_grads = te_adapter.main_grads_of(weights, shape[1:])
+            dtype = main_grads[0].dtype
+    write = functools.partial(
+        _write,
+        name,
+        kernels,
+        multiply if dy.shape[0] else None,
+        main_grads,
+        functools.partial(torch.empty, shape, dtype=dtype, device=dy.device),
+        accumulate=accumulate,
+    )
+    packed = None
+    if op.need_backward_dw():
+        te_adapter.delay_wgrad(op, write)
     else:
-        grads = te_adapter.main_grads_of(weights, shape[1:])
-    if not empty:
+        packed = write()
+    if main_grads is not None:
+        return [dy.new_empty(())] if together else te_adapter.dummy_grads(weights)  # which it will give out
+    if packed is None:
+        return [None] * count
+    return [packed] if count == 1 else list(packed.unbind(0))
+
+
+def _write(
+    name: str,
+    kernels: Kernels,
+    multiply: Callable[..., None] | None,
+    main_grads: Any,
+    make: Callable[[], torch.Tensor],
+    *,
+    accumulate: bool,
+) -> torch.Tensor | None:
+    """The gradients of all weights, in one tensor that ``make`` gives; ``None`` where they go into ``main_grads``. Without
+    ``multiply`` they are zero.
+    """
+    if main_grads is None:
+        packed = make()
+        if multiply is None:
+            return packed.zero_()
+        multiply(kernels.prepare(f"{name}'s gradient", packed), accumulate=False)
+        return packed
+    if multiply is not None:
         try:
-            multiply(kernels.prepare(f"{name}'s main_grad", grads, written=True), accumulate=accumulate)
+            multiply(kernels.prepare(f"{name}'s main_grad", main_grads, written=True), accumulate=accumulate)
         except ArgumentError:  # where TMA cannot reach it
-            packed = torch.empty(shape, dtype=weights[0].main_grad.dtype, device=dy.device)
+            packed = make()
             multiply(kernels.prepare(f"{name}'s gradient", packed), accumulate=False)
-            (torch._foreach_add_ if accumulate else torch._foreach_copy_)(list(grads), list(packed.unbind(0)))
+            (torch._foreach_add_ if accumulate else torch._foreach_copy_)(list(main_grads), list(packed.unbind(0)))
     elif not accumulate:
-        torch._foreach_zero_(list(grads))
-    return [dy.new_empty(())] if together else te_adapter.dummy_grads(weights)  # which it will give out
+        torch._foreach_zero_(list(main_grads))
+    return None

@@ -71,8 +71,6 @@ def _structure_reason(window: Window) -> str | None:
             return "FC1 scales its bias"
         if op.in_features % _ALIGNED or op.out_features % _ALIGNED:
             return f"{name} is {op.in_features} x {op.out_features}, which are not both multiples of {_ALIGNED}"
-        if op.need_backward_dw():
-            return f"{name} delays its wgrad"
     fc1: Any = window.fc1
     fc2: Any = window.fc2
     halves = 2 if activations.is_gated(window.activation) else 1
@@ -350,7 +348,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         flat_scales = wide_scales(scales)
         if numbers is not None:
             dact_input, dscales = numbers.fc2_dgrad(dy, act_input, flat_scales, wgrad=ctx3.weight_requires_grad)
-            multiply: Callable[..., None] = numbers.fc2_wgrad
+            multiply: Callable[..., None] = (numbers.for_later() if fc2.need_backward_dw() else numbers).fc2_wgrad
         else:
             weights1, weights2 = _prepared(kernels, fc1, fc2, registered)
             dact_input, fc2_input, dscales, orders = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
@@ -369,7 +367,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         shape = [*grad_output.shape[:-1], fc1.in_features]
         grad_input = te_adapter.validate_or_alloc_output(ctx1.dgrad_out, shape, dtype, dy.device)
         dx = _rows(grad_input)
-        together = numbers is None and bring_x is None and ctx1.weight_requires_grad
+        together = numbers is None and bring_x is None and ctx1.weight_requires_grad and not fc1.need_backward_dw()
         if numbers is not None:
             numbers.fc1_dgrad(dact_input, dx, wgrad=ctx1.weight_requires_grad)
         elif not together:

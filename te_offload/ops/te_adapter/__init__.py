@@ -74,6 +74,7 @@ from te_offload.ops.te_adapter.layouts import (
 from te_offload.ops.te_adapter.main_grads import (
     ADDED,
     accumulates_into_main_grad,
+    delay_wgrad,
     dummy_grads,
     main_grad_of,
     main_grad_places,
@@ -123,6 +124,7 @@ __all__ = [
     "clamped_numbers",
     "columns_of",
     "cublaslt_version",
+    "delay_wgrad",
     "dims_reason",
     "drop_unread_rows",
     "dummy_grads",

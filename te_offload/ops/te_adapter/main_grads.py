@@ -12,7 +12,8 @@ parameter that has an attribute ``grad_added_to_main_grad`` that is set, so that
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +86,27 @@ def main_grad_places(parameters: Sequence[Any]) -> tuple[list[int], list[bool]]:
     overwrites = [getattr(parameter, "overwrite_main_grad", False) for parameter in parameters]
     grads = [getattr(parameter, "main_grad", None) for parameter in parameters]
     return [0 if grad is None else grad.data_ptr() for grad in grads], overwrites
+
+
+def delay_wgrad(op: Any, write: Callable[[], torch.Tensor | None]) -> None:
+    """Have a ``backward_dw`` of an op with ``delay_wgrad_compute=True`` call ``write``: the next, if nothing waits already.
+
+    Args:
+        op: a GroupedLinear. write: its weights' gradients, one tensor (N, rows, columns); or it writes ``main_grad``, and
+            there is ``None``. What it refers to is kept until then.
+    """
+    grads: Any = types.SimpleNamespace() if op.single_grouped_weight else []
+
+    def later(_inputs: Any, _grad_output: Any, found: Any) -> None:
+        packed = write()
+        if packed is None:
+            return
+        if op.single_grouped_weight:
+            found.rowwise_data = packed
+        else:
+            found.extend(packed.unbind(0))
+
+    op.wgrad_store.put([[], None, grads], later)  # as `GroupedLinear.backward_dw` of te.ops reads it
 
 
 def reason_against_backward_graphs(module: torch.nn.Module) -> str | None:
