@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from te_offload.fused import parameters
-from te_offload.fused.fp8_pass import FC1, FC2
+from te_offload.fused.fp8_pass import FC1, FC2, Registered
 from te_offload.fused.kernels.block_interface import BlockKernels, BlockNumbers, BlockWeights
 from te_offload.fused.kernels.interface import Counts, Orders
 from te_offload.ops import te_adapter
@@ -48,7 +48,7 @@ class BlockPass:
     Args:
         kernels: of one device. fc1, fc2: the linears. scalings: theirs.
         offsets: of FC1's rows, and of FC2's. counts: of the forward's products. router: scales (T,).
-        backward: whether one will follow.
+        weights: `parameters.weight_parameters` of both linears. backward: whether one will follow.
     """
 
     def __init__(
@@ -60,17 +60,19 @@ class BlockPass:
         offsets: tuple[torch.Tensor, torch.Tensor],
         counts: Counts,
         router: torch.Tensor,
+        weights: Sequence[list[torch.nn.Parameter]],
         *,
         backward: bool,
     ) -> None:
         self._kernels = kernels
         self._fc1, self._fc2 = fc1, fc2
+        self._registered1, self._registered2 = weights
         self._offsets1, self._offsets2 = offsets
         self._counts = counts
         self._router: torch.Tensor | None = router
         self._backward = backward
         self._scaling1, self._scaling2 = scalings
-        self._weights1 = _weights(kernels, FC1, fc1, self._scaling1.weight, backward=backward)
+        self._weights1 = _weights(kernels, FC1, fc1, self._registered1, self._scaling1.weight, backward=backward)
         self._weights2 = BlockWeights(None, None)  # only when FC1 has read its own, which take as much memory
         self._rows: BlockNumbers | None = None  # of the next product
         self._columns: BlockNumbers | None = None  # of an output's gradient, for the next wgrad
@@ -105,7 +107,9 @@ class BlockPass:
         """FC2, after FC1; the weights as the forward reads them are not needed any more."""
         assert self._rows is not None
         rows, self._rows = self._rows, None
-        weights = _weights(self._kernels, FC2, self._fc2, self._scaling2.weight, backward=self._backward)
+        weights = _weights(
+            self._kernels, FC2, self._fc2, self._registered2, self._scaling2.weight, backward=self._backward
+        )
         self._kernels.linear_blocks(
             rows, weights.rows, out, self._offsets2, bias=bias, bias_scales=bias_scales, count=self._counts.fc2
         )
@@ -120,7 +124,7 @@ class BlockPass:
         """The gradients by the activation's input and by the router's scales. ``wgrad``: `fc2_wgrad` follows."""
         kernels, offsets = self._kernels, self._offsets2
         rows, self._columns = kernels.block_rows(dy, offsets, self._scaling2.grad_output, by_column=wgrad)
-        weights = _turned(kernels, FC2, self._fc2, self._weights2, self._scaling2.weight)
+        weights = _turned(kernels, FC2, self._fc2, self._registered2, self._weights2, self._scaling2.weight)
         dact_input, dscales, self._orders = kernels.fc2_dgrad_blocks(rows, weights, act_input, router, offsets)
         del weights
         if self._offsets2 is not self._offsets1:
@@ -148,7 +152,7 @@ class BlockPass:
         kernels, offsets = self._kernels, self._offsets1
         self._rebuilt = self._columns = None
         rows, self._columns = kernels.block_dact_rows(dact_input, offsets, self._scaling1.grad_output, by_column=wgrad)
-        weights = _turned(kernels, FC1, self._fc1, self._weights1, self._scaling1.weight)
+        weights = _turned(kernels, FC1, self._fc1, self._registered1, self._weights1, self._scaling1.weight)
         kernels.linear_blocks(rows, weights.columns, out, offsets, count=self._orders.fc1_dgrad)
         del weights
         kernels.clear(offsets, out)
@@ -165,16 +169,21 @@ class BlockPass:
         self._kernels.wgrad_blocks(self._columns, turned, self._offsets1, out, **ways)
 
 
-def _weights(kernels: BlockKernels, name: str, op: Any, scaling: BlockScaling, *, backward: bool) -> BlockWeights:
-    if te_adapter.is_block_weight(parameters.first_weight(op)):
-        weights = parameters.weight_parameters(op)
-        return kernels.take_block_weights(name, *te_adapter.block_weights(weights, columns=backward))
+def _weights(
+    kernels: BlockKernels, name: str, op: Any, registered: Registered, scaling: BlockScaling, *, backward: bool
+) -> BlockWeights:
+    if te_adapter.is_block_weight(registered[0]):
+        return kernels.take_block_weights(name, *te_adapter.block_weights(registered, columns=backward))
     by_column = backward and parameters.keeps_quantized_weight(op)
-    return kernels.block_weights(kernels.prepare(name, parameters.weights(op)), scaling, by_column=by_column)
+    return kernels.block_weights(
+        kernels.prepare(name, parameters.weights(op, registered)), scaling, by_column=by_column
+    )
 
 
-def _turned(kernels: BlockKernels, name: str, op: Any, weights: BlockWeights, scaling: BlockScaling) -> BlockWeights:
+def _turned(
+    kernels: BlockKernels, name: str, op: Any, registered: Registered, weights: BlockWeights, scaling: BlockScaling
+) -> BlockWeights:
     """As the dgrad reads them: kept from the forward, or made now."""
     if weights.columns is not None:
         return weights
-    return kernels.block_weight_columns(kernels.prepare(name, parameters.weights(op)), scaling)
+    return kernels.block_weight_columns(kernels.prepare(name, parameters.weights(op, registered)), scaling)

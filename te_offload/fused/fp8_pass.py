@@ -23,6 +23,7 @@ from te_offload.fused.kernels.interface import Counts, Orders
 from te_offload.ops import te_adapter
 from te_offload.ops.scaling import LinearScaling, Scaling
 
+Registered = list[torch.nn.Parameter]  # weights of a linear, as its forward found them
 FC1, FC2 = "FC1's weights", "FC2's weights"  # names of sets of weights
 _MULTIPLE = 16  # 8-bit numbers in TMA's 16 bytes
 
@@ -49,7 +50,7 @@ class Fp8Pass:
     Args:
         kernels: of one device. fc1, fc2: the linears. scalings: theirs, from `scaling_of`.
         offsets: of FC1's rows, and of FC2's. counts: of the forward's products. router: scales (T,).
-        backward: whether one will follow.
+        weights: `parameters.weight_parameters` of both linears. backward: whether one will follow.
     """
 
     def __init__(
@@ -61,17 +62,19 @@ class Fp8Pass:
         offsets: tuple[torch.Tensor, torch.Tensor],
         counts: Counts,
         router: torch.Tensor,
+        weights: Sequence[list[torch.nn.Parameter]],
         *,
         backward: bool,
     ) -> None:
         self._kernels = kernels
         self._fc1, self._fc2 = fc1, fc2
+        self._registered1, self._registered2 = weights
         self._offsets1, self._offsets2 = offsets
         self._counts = counts
         self._router: torch.Tensor | None = router
         self._scaling1, self._scaling2 = scalings
         self._backward = backward
-        self._weights1 = _weights(kernels, FC1, fc1, self._scaling1.weight, backward=backward)
+        self._weights1 = _weights(kernels, FC1, fc1, self._registered1, self._scaling1.weight, backward=backward)
         self._weights2: QuantizedWeights | None = None  # only when FC1 has read its own, which take as much memory
         self._x: QuantizedRows | None = None  # after the forward only its scales, as of the next
         self._hidden: QuantizedRows | None = None
@@ -128,7 +131,9 @@ class Fp8Pass:
         return act_input
 
     def _quantize_weights2(self) -> QuantizedWeights:
-        self._weights2 = _weights(self._kernels, FC2, self._fc2, self._scaling2.weight, backward=self._backward)
+        self._weights2 = _weights(
+            self._kernels, FC2, self._fc2, self._registered2, self._scaling2.weight, backward=self._backward
+        )
         return self._weights2
 
     def _let_go_of_fc1(self) -> None:
@@ -164,7 +169,7 @@ class Fp8Pass:
         kernels, offsets = self._kernels, self._offsets2
         scaling = self._scaling2.grad_output
         self._dy = kernels.quantize(dy, offsets, scaling, weights=self._weights2.inverses, by_column=wgrad)
-        weights = _turned(kernels, FC2, self._fc2, self._weights2, self._scaling2.weight)
+        weights = _turned(kernels, FC2, self._fc2, self._registered2, self._weights2, self._scaling2.weight)
         dact_input, magnitudes, dscales, self._orders = kernels.fc2_dgrad_fp8(
             self._dy, weights, act_input, router, offsets, fast=False
         )
@@ -206,7 +211,7 @@ class Fp8Pass:
             by_column=wgrad,
         )
         count = self._orders.fc1_dgrad
-        weights = _turned(kernels, FC1, self._fc1, self._weights1, self._scaling1.weight)
+        weights = _turned(kernels, FC1, self._fc1, self._registered1, self._weights1, self._scaling1.weight)
         kernels.linear_fp8(self._dy, weights.columns, out, offsets, fast=False, count=count)
         del weights
         kernels.clear(offsets, out)
@@ -223,16 +228,21 @@ class Fp8Pass:
         self._kernels.wgrad_fp8(self._dy, turned, self._offsets1, out, **ways, padded=padded)
 
 
-def _weights(kernels: Fp8Kernels, name: str, op: Any, scaling: Scaling, *, backward: bool) -> QuantizedWeights:
-    if te_adapter.is_fp8_weight(parameters.first_weight(op)):
-        weights = parameters.weight_parameters(op)
-        return kernels.take_weights(name, *te_adapter.fp8_weights(weights, columns=backward))
+def _weights(
+    kernels: Fp8Kernels, name: str, op: Any, registered: Registered, scaling: Scaling, *, backward: bool
+) -> QuantizedWeights:
+    if te_adapter.is_fp8_weight(registered[0]):
+        return kernels.take_weights(name, *te_adapter.fp8_weights(registered, columns=backward))
     by_column = backward and parameters.keeps_quantized_weight(op)
-    return kernels.quantize_weights(kernels.prepare(name, parameters.weights(op)), scaling, by_column=by_column)
+    return kernels.quantize_weights(
+        kernels.prepare(name, parameters.weights(op, registered)), scaling, by_column=by_column
+    )
 
 
-def _turned(kernels: Fp8Kernels, name: str, op: Any, weights: QuantizedWeights, scaling: Scaling) -> QuantizedWeights:
+def _turned(
+    kernels: Fp8Kernels, name: str, op: Any, registered: Registered, weights: QuantizedWeights, scaling: Scaling
+) -> QuantizedWeights:
     """As the dgrad reads them: kept from the forward, or made now."""
     if weights.columns is not None:
         return weights
-    return kernels.weight_columns(kernels.prepare(name, parameters.weights(op)), weights, scaling)
+    return kernels.weight_columns(kernels.prepare(name, parameters.weights(op, registered)), weights, scaling)

@@ -28,10 +28,15 @@ def wide_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 def bias_grads(
-    op: Any, kernels: Kernels, dy: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
+    op: Any,
+    kernels: Kernels,
+    dy: torch.Tensor,
+    bias: torch.Tensor | None,
+    bias_scales: torch.Tensor | None,
+    offsets: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of FC2's biases and of their scales, where there are any."""
-    bias = parameters.bias(op, dy.dtype)
+    """Of FC2's biases and of their scales, where there are any. ``bias``: the forward's; ``None``: of which any will do."""
+    bias = parameters.bias(op, dy.dtype) if bias is None else bias
     if bias is None:
         return None, None
     return kernels.bias_grads(dy, bias, None if bias_scales is None else wide_scales(bias_scales), offsets)

@@ -138,16 +138,16 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         self,
         input_: torch.Tensor | None,
         extra_inputs: Sequence[Sequence[torch.Tensor | None]],
-        params: Sequence[list[torch.nn.Parameter]],
         requires_grad: Sequence[bool],
     ) -> Sequence[Sequence[torch.Tensor]] | None:
         """What passes autograd in place of the parameters of each op in the forward that follows at once; the backward
         gives gradients of as many tensors. ``None``: the parameters do. It judges the call for that, since ops one by one
-        take their parameters.
+        take their parameters. An op whose parameters pass themselves keeps no stand-in: it may be called in the capture of
+        a CUDA graph, where autograd's nodes of its parameters must not be those of eager steps.
 
         Args:
-            input_: of FC1. extra_inputs, params, requires_grad: of each op. Of inputs ``None`` stands for what an op
-                before the window will make.
+            input_: of FC1. extra_inputs, requires_grad: of each op. Of inputs ``None`` stands for what an op before the
+                window will make.
         """
         self._judged.clear()
         if input_ is None or True in [tensor is None for those in extra_inputs for tensor in those]:
@@ -156,15 +156,20 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         self._judged.append(judged)
         if judged.reason is not None or not requires_grad[0]:
             return None
-        passed: list[Sequence[torch.Tensor]] = list(params)
-        for number, place in enumerate((0, 2)):
-            op = self._ops[place]
+        fc1, _, fc2 = self._ops
+        judged.registered = parameters.weight_parameters(fc1), parameters.weight_parameters(fc2)
+        passed: list[Sequence[torch.Tensor]] = []
+        for number, op in enumerate((fc1, fc2)):
+            own = parameters.registered(op, judged.registered[number])
+            found = None
             if not op.single_grouped_weight and not (op.has_bias and op.single_grouped_bias):
                 into_main_grad = bool(op._accumulate_into_main_grad)
-                found = stand_ins_of(op).of(params[place], op.num_groups, into_main_grad=into_main_grad)
-                if found is not None:
-                    passed[place], judged.stand_ins[number] = found, True
-        return passed
+                found = stand_ins_of(op).of(own, op.num_groups, into_main_grad=into_main_grad)
+            if found is None:
+                op.__dict__.pop(te_adapter.STAND_INS, None)
+            judged.stand_ins[number] = found is not None
+            passed.append(own if found is None else found)
+        return passed[0], (), passed[1]
 
     def begin_call(self) -> None:
         """A call begins that the kernels take: `stand_ins` has judged it."""
@@ -225,8 +230,10 @@ class HopperGroupedMLP(te.ops.FusedOperation):
 
         saves = bool(ctx1.requires_grad)
         offsets = offsets1, offsets2
-        registered = parameters.weight_parameters(fc1), parameters.weight_parameters(fc2)
-        numbers = quantized.make_pass(way, kernels, fc1, fc2, scalings, offsets, counts, flat_scales, backward=saves)
+        registered = judged.registered or (parameters.weight_parameters(fc1), parameters.weight_parameters(fc2))
+        numbers = quantized.make_pass(
+            way, kernels, fc1, fc2, scalings, offsets, counts, flat_scales, registered, backward=saves
+        )
         if numbers is not None:
             x = numbers.quantize_input(x, splits1)
         if saves:
@@ -235,7 +242,12 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             wgrad1 = ctx1.weight_requires_grad = parameters.first_weight(fc1).requires_grad
             wgrad2 = ctx3.weight_requires_grad = parameters.first_weight(fc2).requires_grad
             ctx1.te_offload_rebuilt = False
-            ctx1.te_offload_versions = parameters.versions((fc1, fc2), registered)
+            ctx1.te_offload_weights = (
+                registered  # the ops may have others by the backward (`torch.func.functional_call`)
+            )
+            ctx3.te_offload_bias = bias2 if fc2._scale_bias else None
+            read = [*parameters.registered(fc1, registered[0]), *parameters.registered(fc2, registered[1])]
+            ctx1.te_offload_versions = read, parameters.versions(read)
             self._save_linear(fc1, ctx1, (splits1, offsets1), (), x if wgrad1 else None, kwargs, 0)
         ctx1.te_offload_two_splits = offsets2 is not offsets1
         if numbers is not None:
@@ -329,11 +341,12 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if not ctx1.te_offload_fused:
             return self._backward_one_by_one(basic_op_ctxs, grad_output, **kwargs)
         fc1, activation, fc2 = self._ops
-        registered = parameters.weight_parameters(fc1), parameters.weight_parameters(fc2)
-        if parameters.versions((fc1, fc2), registered) != ctx1.te_offload_versions:
+        registered = ctx1.te_offload_weights
+        read, versions = ctx1.te_offload_versions
+        if parameters.versions(read) != versions:
             raise SavedTensorModifiedError(
-                f"{type(fc1).__name__}: a weight was written to in place between the forward and its backward, so "
-                "gradients would be wrong. Call optimizer.step() after the backward."
+                f"{type(fc1).__name__}: a weight or a bias was written to in place between the forward and its backward, "
+                "so gradients would be wrong. Call optimizer.step() after the backward."
             )
         te_adapter.bring_carried(fc2, ctx3)
         offsets2 = ctx3.saved_tensors[1]
@@ -358,7 +371,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         together1, together2 = ctx1.te_offload_stand_ins
         grads2 = weight_grads("FC2", fc2, ctx3, kernels, dy, multiply, together=together2)
         del multiply
-        dbias2, dbias_scales = bias_grads(fc2, kernels, dy, bias_scales, offsets2)
+        dbias2, dbias_scales = bias_grads(fc2, kernels, dy, ctx3.te_offload_bias, bias_scales, offsets2)
 
         bring_x = te_adapter.bring_exempt(fc1, ctx1)
         offsets1 = ctx1.saved_tensors[1]

@@ -29,12 +29,14 @@ class Judged:
     Attributes:
         way: of its numbers. reason: why it does not run fused; ``None``: it does. scalings: of FC1 and FC2, if they are.
         stand_ins: of which of them one passes autograd in place of the parameters.
+        registered: the weights of FC1 and of FC2, if they are known.
     """
 
     way: quantized.Way
     reason: str | None
     scalings: list[Any]
     stand_ins: list[bool] = field(default_factory=lambda: [False, False])
+    registered: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] | None = None
 
 
 def judge(

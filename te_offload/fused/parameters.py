@@ -44,6 +44,14 @@ def weight_parameters(op: Any) -> list[torch.nn.Parameter]:
     return _of_each_expert(op, "weight", together=op.single_grouped_weight)
 
 
+def registered(op: Any, weights: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """All parameters, in the order in which they are registered. ``weights``: its `weight_parameters`."""
+    if not op.has_bias:
+        return weights
+    biases = _of_each_expert(op, "bias", together=op.single_grouped_bias)
+    return [*biases, *weights] if op.single_grouped_weight and not op.single_grouped_bias else [*weights, *biases]
+
+
 def _of_each_expert(op: Any, name: str, *, together: bool) -> list[torch.nn.Parameter]:
     if together:
         return [op._parameters[name]]
@@ -57,17 +65,17 @@ def _getter(name: str, count: int) -> operator.itemgetter[Any]:
     return operator.itemgetter(*[f"{name}{number}" for number in range(count)])
 
 
-def weights(op: Any, registered: list[torch.nn.Parameter] | None = None) -> torch.Tensor | Sequence[torch.Tensor]:
+def weights(op: Any, registered: list[torch.nn.Parameter]) -> torch.Tensor | Sequence[torch.Tensor]:
     """N dense weights (out_features, in_features), or one tensor of them all if they are grouped.
 
     Args:
-        op: whose. registered: its `weight_parameters`, from whoever has them.
+        op: whose. registered: its `weight_parameters`, as the forward found them.
     """
     if op.single_grouped_weight:
-        weight: Any = first_weight(op)
+        weight: Any = registered[0]
         packed: torch.Tensor = weight.rowwise_data.view(op.num_groups, op.out_features, op.in_features)
         return packed
-    return weight_parameters(op) if registered is None else registered
+    return registered
 
 
 def bias(op: Any, dtype: torch.dtype) -> torch.Tensor | None:
@@ -75,14 +83,9 @@ def bias(op: Any, dtype: torch.dtype) -> torch.Tensor | None:
     return op._get_packed_bias_tensor(dtype).detach() if op.has_bias else None
 
 
-def versions(ops: Sequence[Any], registered: Sequence[list[torch.nn.Parameter]]) -> list[int]:
-    """In-place versions of all parameters. ``registered``: the `weight_parameters` of each op."""
-    found: list[int] = []
-    for op, parameters in zip(ops, registered, strict=True):
-        found += map(_VERSION, parameters)
-        if op.has_bias:
-            found += map(_VERSION, _of_each_expert(op, "bias", together=op.single_grouped_bias))
-    return found
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was written to in place."""
+    return list(map(_VERSION, tensors))
 
 
 def in_order(

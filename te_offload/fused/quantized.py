@@ -80,17 +80,18 @@ def make_pass(
     offsets: tuple[torch.Tensor, torch.Tensor],
     counts: Counts,
     router: torch.Tensor,
+    weights: Sequence[list[torch.nn.Parameter]],
     *,
     backward: bool,
 ) -> Fp8Pass | BlockPass | None:
     """One forward and backward of a way, ``None`` if nothing is quantized. ``scalings``: of both linears. ``counts``: of
-    the forward's products.
+    the forward's products. ``weights``: `parameters.weight_parameters` of both linears.
     """
     if way == DENSE:
         return None
     kind: type[Fp8Pass | BlockPass] = Fp8Pass if way == TENSOR_SCALES else BlockPass
     one, other = scalings
-    return kind(kernels, fc1, fc2, (one, other), offsets, counts, router, backward=backward)
+    return kind(kernels, fc1, fc2, (one, other), offsets, counts, router, weights, backward=backward)
 
 
 def make_kernels(way: Way, activation: Activation, *, reference: bool) -> Kernels:

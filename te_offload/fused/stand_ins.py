@@ -89,14 +89,15 @@ class StandIns:
         kinds = into_main_grad, first.dtype, first.device, list(map(_REQUIRES_GRAD, params))
         made_for = params, stream, kinds, list(map(_IDENTITY, params))  # which `torch.utils.swap_tensors` changes
         known = self._made_for
-        if known is not None and known[0] is params and known[1:] == made_for[1:] and not capturing:
+        if known is not None and known[1:] == made_for[1:] and not capturing:
             return self._found
         self._found, self._made_for = [], None  # and with them the nodes of the parameters, if nobody else holds those
         if not _KINDS.issuperset(map(type, params)):
             return None
         found = [self._make(into_main_grad, params[:experts])]
         found += [self._make(False, params[at : at + experts]) for at in range(experts, len(params), experts)]
-        if not capturing:  # what is made in a capture has memory of the graph
+        # What is made in a capture has memory of the graph; and parameters that were computed have a graph of autograd's.
+        if not capturing and all(param.is_leaf for param in params):
             self._found, self._made_for = found, made_for
         return found
 

@@ -1,9 +1,10 @@
 """Transformer Engine's pipelines around a fused op of ours: what passes autograd, and a shorter way where the op is all.
 
 In: a class of joint fused ops; modules that are captured. Out: nothing; two methods of `OperationFuser` are replaced, once,
-and pipelines pass other parameters where they are told to. Keeps true: results, gradients, saved tensors and errors are
-those of Transformer Engine's own pipeline; its lists are put back after each call; a pipeline that a checkpoint computes
-again without its recipe says so; torch.compile traces none of it. Does not: choose fusions, or quantize.
+and pipelines pass other parameters where they are told to, or where their ops have others. Keeps true: results, gradients,
+saved tensors and errors are those of Transformer Engine's own pipeline; its lists are put back after each call; a pipeline
+that a checkpoint computes again without its recipe says so; torch.compile traces none of it. Does not: choose fusions, or
+quantize.
 
 Transformer Engine's autograd function handles any row of ops: their quantizers, extra outputs, channels between them. A
 grouped MLP is mostly a Sequential of its own and has none of that; there `_OneOp` does what is left, under a recipe too.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,15 +28,19 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, restore_from_func_ctx
 
 STAND_INS = "_te_offload_stand_ins"  # where a basic op keeps them, and autograd's nodes of its parameters with them
+_IS_LEAF = operator.attrgetter("is_leaf")
 _ALONE = "_te_offload_alone"  # where a pipeline keeps the fused op that is all of it, and under which recipe
 
 
 @functools.cache
 def use_stand_ins(fused: type[Any]) -> None:
     """Have Transformer Engine's pipelines ask fused ops of a class, in each call, what passes autograd in place of the
-    parameters of their basic ops; ``None``: the parameters do. Does nothing the second time. A basic op whose parameters
-    pass themselves keeps no stand-in: it may be called in the capture of a CUDA graph, where autograd's nodes of its
-    parameters must not be those of eager steps. A pipeline that is one such op runs by `_OneOp` where that is enough.
+    parameters of their basic ops; ``None``: the parameters do. Does nothing the second time. A pipeline that is one such op
+    runs by `_OneOp` where that is enough.
+
+    And have pipelines pass the parameters that their ops have now. Transformer Engine passes those of the first call, which
+    get the gradients ever after: where parameters were registered anew since (``load_state_dict(assign=True)``,
+    `torch.func.functional_call`), those that are trained get none, and nothing says so.
 
     Args:
         fused: of joint fused ops, with methods ``stand_ins`` and ``begin_call`` (see `HopperGroupedMLP`).
@@ -51,6 +57,7 @@ def use_stand_ins(fused: type[Any]) -> None:
     ) -> None:
         if recipe is None and fuser.recipe_type not in (None, type(None)):
             _look_for_a_lost_recipe(fuser)
+        _follow_parameters(fuser)
         fuse(fuser, is_grad_enabled, recipe, input_, extra_inputs)
         fuser.__dict__[_ALONE] = _only_op(fuser, fused, recipe)
         passed: list[Sequence[torch.Tensor]] | None = None
@@ -59,7 +66,6 @@ def use_stand_ins(fused: type[Any]) -> None:
                 found = op.stand_ins(
                     None if places[0] else input_,
                     [extra_inputs[place] for place in places],
-                    [fuser._basic_op_params[place] for place in places],
                     [place >= fuser.first_op_requiring_backward for place in places],
                 )
                 if found is not None:
@@ -67,7 +73,9 @@ def use_stand_ins(fused: type[Any]) -> None:
                     for place, tensors in zip(places, found, strict=True):
                         passed[place] = tensors
         if is_grad_enabled:
-            _forget_stand_ins(fuser, passed or fuser._basic_op_params)
+            for place, basic in enumerate(fuser._basic_ops):
+                if passed is None or passed[place] is fuser._basic_op_params[place]:
+                    basic.__dict__.pop(STAND_INS, None)
         if passed is not None:
             fuser._te_offload_params = fuser._basic_op_num_params, fuser._flat_basic_op_params
             fuser._basic_op_num_params = list(map(len, passed))
@@ -89,9 +97,8 @@ def use_stand_ins(fused: type[Any]) -> None:
             inputs: list[list[Any]] = [[None] * basic.num_extra_inputs for basic in fuser._basic_ops]
             for tensor, (place, number) in zip(extra_inputs, fuser._external_extra_input_slots, strict=True):
                 inputs[place][number] = tensor
-            passed = op.stand_ins(input_, inputs, fuser._basic_op_params, [True] * len(inputs))
+            passed = op.stand_ins(input_, inputs, [True] * len(inputs))
             if passed is not None:
-                _forget_stand_ins(fuser, passed)
                 return _run_alone(fuser, op, input_, extra_inputs, inputs, basic_op_kwargs, passed)
         try:
             return call(fuser, input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
@@ -99,6 +106,9 @@ def use_stand_ins(fused: type[Any]) -> None:
             own = fuser.__dict__.pop("_te_offload_params", None)
             if own is not None:
                 fuser._basic_op_num_params, fuser._flat_basic_op_params = own
+            if False in map(_IS_LEAF, fuser._flat_basic_op_params):  # computed for this call; the next one looks anew
+                for params in (*fuser._basic_op_params, fuser._flat_basic_op_params):
+                    params.clear()
 
     OperationFuser.maybe_fuse_ops = maybe_fuse_ops
     # Traced, a stand-in that is kept would be the result of one compiled graph, which can run backward once; and on a GPU
@@ -117,10 +127,18 @@ def put_parameters(module: torch.nn.Module, others: Mapping[int, torch.nn.Parame
                     params[:] = [others.get(id(param), param) for param in params]
 
 
-def _forget_stand_ins(fuser: Any, passed: Sequence[Sequence[torch.Tensor]]) -> None:
-    for op, own, tensors in zip(fuser._basic_ops, fuser._basic_op_params, passed, strict=True):
-        if tensors is own:
-            op.__dict__.pop(STAND_INS, None)
+def _follow_parameters(fuser: Any) -> None:
+    changed = False
+    for op, params in zip(fuser._basic_ops, fuser._basic_op_params, strict=True):
+        now = (
+            list(op.parameters()) if op._modules else [param for param in op._parameters.values() if param is not None]
+        )
+        if len(now) != len(params) or False in map(operator.is_, now, params):
+            params[:] = now
+            changed = True
+    if changed:
+        fuser._basic_op_num_params = list(map(len, fuser._basic_op_params))
+        fuser._flat_basic_op_params[:] = itertools.chain.from_iterable(fuser._basic_op_params)
 
 
 def _look_for_a_lost_recipe(fuser: Any) -> None:

@@ -29,12 +29,14 @@ class _Away(NamedTuple):
     """Weights of an op that were taken out of what is saved.
 
     Attributes:
-        first: the first one's place in the saved tuple. versions: of the parameters.
+        first: the first one's place in the saved tuple. registered: the parameters in that forward: by the backward the op
+            may have others. versions: theirs.
     """
 
     op: Any
     first: int
     quantizers: list[Any]
+    registered: Any
     versions: list[int]
 
 
@@ -95,7 +97,7 @@ def _take_out(op: Any, ctx: OperationContext, first: int, end: int, quantizers: 
     override = getattr(active_recipe(), "backward_override", None)
     if override is not None:
         return f"the recipe has backward_override={override}"
-    away = _Away(op, first, quantizers, [weight._version for weight in registered])
+    away = _Away(op, first, quantizers, registered, [weight._version for weight in registered])
     ctx.to_save = (*ctx.to_save[:first], *[None] * len(weights), *ctx.to_save[end:])
     ctx.te_offload_weights_away = (*getattr(ctx, "te_offload_weights_away", ()), away)
     return None
@@ -107,8 +109,7 @@ def make_weights_again(ctx: OperationContext) -> None:
     Raises:
         SavedTensorModifiedError: a weight was written to since.
     """
-    for op, first, quantizers, versions in ctx.__dict__.pop("te_offload_weights_away", ()):
-        registered = op._get_weight_tensors()
+    for op, first, quantizers, registered, versions in ctx.__dict__.pop("te_offload_weights_away", ()):
         if [weight._version for weight in registered] != versions:
             raise SavedTensorModifiedError(
                 f"{type(op).__name__}: a weight was written to in place between the forward and its backward, which "
