@@ -1,11 +1,13 @@
-"""Random trainings of layers with grouped MLPs: recipes, micro-batches, checkpoints, hooks, frozen weights, evaluations and
-errors, by turns or the same for many steps. The same seed gives the same training, with a session or without.
+"""Random trainings of layers with grouped MLPs: recipes, micro-batches, checkpoints, hooks, frozen, new and computed
+weights, delayed wgrads, evaluations and errors, by turns or the same for many steps. The same seed gives the same training,
+with a session or without.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -43,6 +45,7 @@ class Layer(torch.nn.Module):
         linear: dict[str, Any] = {"bias": draw.random() < 0.2, "keep_quantized_weight": draw.random() < 0.7}
         self.scales_bias = linear["bias"] and draw.random() < 0.5
         self.into_main_grad = draw.random() < 0.2
+        self.delays = draw.random() < 0.2
         keep = [name for name in ("fc1_input", "act_input", "fc2_input") if draw.random() < 0.2]
         self.mlp = make_mlp(
             experts=self.experts,
@@ -53,6 +56,7 @@ class Layer(torch.nn.Module):
             dtype=torch.bfloat16,
             fc2={"scale_bias": self.scales_bias},
             accumulate_into_main_grad=self.into_main_grad,
+            delay_wgrad_compute=self.delays,
             **linear,
         )
         if self.into_main_grad:
@@ -61,6 +65,20 @@ class Layer(torch.nn.Module):
         self.shared = torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) if draw.random() < 0.4 else None
         self.is_region = draw.random() < 0.5
         self.session: OffloadSession | None = None
+
+    def assign(self) -> None:
+        """Have other parameters, of other numbers."""
+        state = {name: tensor.detach() * 0.9 for name, tensor in self.mlp.named_parameters()}
+        frozen = {name for name, parameter in self.mlp.named_parameters() if not parameter.requires_grad}
+        self.mlp.load_state_dict(state, strict=False, assign=True)
+        for name, parameter in self.mlp.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+
+    def backward_dw(self) -> None:
+        """What the backwards so far left."""
+        for op in (self.mlp[2], self.mlp[0]):
+            while op.wgrad_store.context is not None and not op.wgrad_store.context.empty():
+                op.backward_dw()
 
     def forward(self, x: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         h = F.layer_norm(x, (WIDTH,))
@@ -97,6 +115,16 @@ def _under_hooks(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tor
         return run(*inputs)
 
 
+def _with_computed_parameters(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    layer = inspect.signature(run).parameters["layer"].default
+    if layer.into_main_grad or layer.delays:  # computed ones have no such attributes
+        return run(*inputs)
+    with torch.nn.utils.stateless._reparametrize_module(
+        layer.mlp, {name: parameter * 0.9 for name, parameter in layer.mlp.named_parameters()}
+    ):
+        return run(*inputs)
+
+
 def _with_an_inner_backward(run: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return run(*inputs)
@@ -108,6 +136,7 @@ def _with_an_inner_backward(run: Callable[..., torch.Tensor], *inputs: torch.Ten
 _WAYS: list[Callable[..., torch.Tensor]] = [
     *[lambda run, *inputs: run(*inputs)] * 4,
     *(_by_checkpoint, _by_reentrant_checkpoint, _by_selective_checkpoint, _under_hooks, _with_an_inner_backward),
+    _with_computed_parameters,
 ]
 
 
@@ -123,13 +152,16 @@ class Batch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step: micro-batches, and the order of their backwards; ``None``: each right after its forward."""
+    """One step: micro-batches, and the order of their backwards; ``None``: each right after its forward. ``finishes``:
+    what waits is computed right after each backward, at the step's end or after it.
+    """
 
     recipe: Any
     batches: list[Batch]
     order: list[int] | None
     evaluates: bool
     raises: bool
+    finishes: str
 
 
 class Training:
@@ -171,10 +203,15 @@ class Training:
         if draw.random() < 0.3:
             op = draw.choice(self._each).mlp[draw.choice([0, 2])]
             op.requires_grad_(draw.random() < 0.5)
+        layer = draw.choice(self._each)
+        if draw.random() < 0.2 and not layer.into_main_grad:
+            layer.assign()
         batches = [self._batch() for _ in range(draw.randint(1, 3))]
         order = draw.sample(range(len(batches)), len(batches)) if draw.random() < 0.5 else None
         recipe = RECIPES[draw.choice(self._recipes)]
-        self._last = Step(recipe, batches, order, draw.random() < 0.2, draw.random() < 0.08)
+        self._last = Step(
+            recipe, batches, order, draw.random() < 0.2, draw.random() < 0.08, draw.choice(["soon", "late", "after"])
+        )
         return self._last
 
     def _batch(self) -> Batch:
@@ -214,6 +251,12 @@ class Training:
             batch, (y, _) = step.batches[number], forwards[number]
             if batch.has_backward and y.requires_grad:
                 (y.float().square().sum() * 10 ** (batch.seed % 3)).backward()
+            if step.finishes == "soon":
+                finish()
+
+        def finish() -> None:
+            for layer in self._each:
+                layer.backward_dw()
 
         with contextlib.suppress(ZeroDivisionError), session.step() if session else contextlib.nullcontext():
             if step.evaluates:
@@ -227,6 +270,9 @@ class Training:
                 backward(number)
             if step.raises:
                 raise ZeroDivisionError
+            if step.finishes == "late":
+                finish()
+        finish()
         for number, (y, inputs) in enumerate(forwards):
             found[f"{number} output"] = y.detach()
             found |= {f"{number} input {place}": x.grad for place, x in enumerate(inputs) if x.grad is not None}
