@@ -206,7 +206,8 @@ class Saved:
         if not first and entry.once:
             raise BackwardTwiceError(
                 f"{entry.name} was given to a backward before. te.ops cannot run a second backward over one forward: "
-                "Transformer Engine frees what it saved. Run the forward again instead of retain_graph=True."
+                "Transformer Engine frees what it saved. Run the forward again instead of retain_graph=True; of pipeline "
+                "schedules take one that does not split the backward (1F1B, interleaved)."
             )
         visit = entry.visit
         if entry.once:

@@ -330,5 +330,6 @@ class _Spent:
     def __iter__(self) -> Any:
         raise BackwardTwiceError(
             f"{self._what}: a second backward over one forward. te.ops cannot run it: Transformer Engine frees what it "
-            "saved. Run the forward again instead of retain_graph=True."
+            "saved. Run the forward again instead of retain_graph=True; of pipeline schedules take one that does not split "
+            "the backward (1F1B, interleaved)."
         )
