@@ -348,6 +348,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
                 f"{type(fc1).__name__}: a weight or a bias was written to in place between the forward and its backward, "
                 "so gradients would be wrong. Call optimizer.step() after the backward."
             )
+        bias2 = ctx3.te_offload_bias
+        ctx1.te_offload_weights = ctx1.te_offload_versions = ctx3.te_offload_bias = None  # the graph may live on
         te_adapter.bring_carried(fc2, ctx3)
         offsets2 = ctx3.saved_tensors[1]
         bias_scales = ctx3.saved_tensors[5] if fc2._scale_bias else None
@@ -371,7 +373,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         together1, together2 = ctx1.te_offload_stand_ins
         grads2 = weight_grads("FC2", fc2, ctx3, kernels, dy, multiply, together=together2)
         del multiply
-        dbias2, dbias_scales = bias_grads(fc2, kernels, dy, ctx3.te_offload_bias, bias_scales, offsets2)
+        dbias2, dbias_scales = bias_grads(fc2, kernels, dy, bias2, bias_scales, offsets2)
 
         bring_x = te_adapter.bring_exempt(fc1, ctx1)
         offsets1 = ctx1.saved_tensors[1]

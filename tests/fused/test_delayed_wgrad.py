@@ -12,7 +12,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 from te_offload import OffloadSession
-from te_offload.fused import fusions_in
+from te_offload.fused import fuse, fusions_in
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp
 
 pytestmark = [
@@ -136,3 +136,18 @@ def test_what_waits_is_kept_until_it_is_computed_and_no_longer(which: str) -> No
     assert (kept() is not None) is (2 in LINEARS[which])
     finish(module)
     assert kept() is None
+
+
+def test_plain_ops_of_transformer_engine_that_are_fused_delay_theirs_too() -> None:
+    once = mlp(delays=False)
+    linear: dict[str, Any] = {"bias": False, "device": "cpu", "dtype": torch.bfloat16, "delay_wgrad_compute": True}
+    plain = te.ops.Sequential(
+        te.ops.GroupedLinear(len(SPLITS), HIDDEN, FFN, **linear),
+        te.ops.ScaledSReLU(),
+        te.ops.GroupedLinear(len(SPLITS), FFN, HIDDEN, **linear),
+    )
+    plain.load_state_dict(once.state_dict())
+    fuse(plain)
+    expected, found = train(once, None), train(plain, None)
+    assert_same_bits(expected, found | finish(plain))
+    assert [fusion.fused for fusion in fusions_in(plain)] == [1]
