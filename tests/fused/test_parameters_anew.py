@@ -153,3 +153,11 @@ def test_computed_parameters_are_given_up_after_the_backward_though_its_graph_li
             del y
         gc.collect()
         assert not any(reference() is not None for reference in known)
+
+
+def test_parameter_that_an_op_is_given_beside_its_own_is_left_alone(make: Callable[..., te.ops.Sequential]) -> None:
+    module = make()
+    expected = train(module)
+    module[-1].register_parameter("extra", torch.nn.Parameter(torch.ones(3)))
+    assert_same_bits(expected, train(module))
+    assert module[-1].extra.grad is None and module[-1].weight0.grad is not None

@@ -133,7 +133,9 @@ def _follow_parameters(fuser: Any) -> None:
         now = (
             list(op.parameters()) if op._modules else [param for param in op._parameters.values() if param is not None]
         )
-        if len(now) != len(params) or False in map(operator.is_, now, params):
+        if params and len(now) != len(params):  # of some its backward knows nothing
+            continue
+        if now and (not params or False in map(operator.is_, now, params)):
             params[:] = now
             changed = True
     if changed:
