@@ -13,13 +13,26 @@ from typing import Any
 
 import torch
 
+from te_offload.errors import ArgumentError
+
 _VERSION = operator.attrgetter("_version")
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 def first_weight(op: Any) -> torch.nn.Parameter:
-    """The first weight parameter, or the only one."""
-    weight: torch.nn.Parameter = op._parameters["weight" if op.single_grouped_weight else "weight0"]
+    """The first weight parameter, or the only one.
+
+    Raises:
+        ArgumentError: the op has none, since someone keeps its weights elsewhere.
+    """
+    name = "weight" if op.single_grouped_weight else "weight0"
+    try:
+        weight: torch.nn.Parameter = op._parameters[name]
+    except KeyError:
+        raise ArgumentError(
+            f"{type(op).__name__}: {name} is not among its parameters, so nobody would get its gradient. Under torch's "
+            "FullyShardedDataParallel give use_orig_params=True; or use fully_shard."
+        ) from None
     return weight
 
 
