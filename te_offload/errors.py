@@ -87,6 +87,15 @@ class WarmUpError(StateError):
 class BackwardTwiceError(StateError):
     """A second backward asked for tensors that te.ops gives out once."""
 
+    @classmethod
+    def of_te_ops(cls, what: str) -> BackwardTwiceError:
+        """That of te.ops. ``what``: a slot or an op."""
+        return cls(
+            f"{what}: a second backward over one forward. te.ops cannot run it: Transformer Engine frees what it saved. "
+            "Run the forward again instead of retain_graph=True; of pipeline schedules take one that does not split the "
+            "backward (1F1B, interleaved)."
+        )
+
 
 class StepEndedError(StateError):
     """A backward asked for tensors whose step or session has ended."""

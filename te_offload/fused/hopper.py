@@ -242,9 +242,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             wgrad1 = ctx1.weight_requires_grad = parameters.first_weight(fc1).requires_grad
             wgrad2 = ctx3.weight_requires_grad = parameters.first_weight(fc2).requires_grad
             ctx1.te_offload_rebuilt = False
-            ctx1.te_offload_weights = (
-                registered  # the ops may have others by the backward (`torch.func.functional_call`)
-            )
+            # By the backward the ops may have others (`torch.func.functional_call`).
+            ctx1.te_offload_weights = registered
             ctx3.te_offload_bias = bias2 if fc2._scale_bias else None
             read = [*parameters.registered(fc1, registered[0]), *parameters.registered(fc2, registered[1])]
             ctx1.te_offload_versions = read, parameters.versions(read)

@@ -88,7 +88,7 @@ class StandIns:
             capturing = torch.cuda.is_current_stream_capturing()
         kinds = into_main_grad, first.dtype, first.device, list(map(_REQUIRES_GRAD, params))
         made_for = params, stream, kinds, list(map(_IDENTITY, params))  # which `torch.utils.swap_tensors` changes
-        known = self._made_for
+        known = self._made_for  # whose first entry keeps the parameters, so that no other has one's identity
         if known is not None and known[1:] == made_for[1:] and not capturing:
             return self._found
         self._found, self._made_for = [], None  # and with them the nodes of the parameters, if nobody else holds those

@@ -204,11 +204,7 @@ class Saved:
         entry = self.entry
         first, self.taken = not self.taken, True
         if not first and entry.once:
-            raise BackwardTwiceError(
-                f"{entry.name} was given to a backward before. te.ops cannot run a second backward over one forward: "
-                "Transformer Engine frees what it saved. Run the forward again instead of retain_graph=True; of pipeline "
-                "schedules take one that does not split the backward (1F1B, interleaved)."
-            )
+            raise BackwardTwiceError.of_te_ops(entry.name)
         visit = entry.visit
         if entry.once:
             visit.mover.begin_use()

@@ -20,7 +20,7 @@ from te_offload import OffloadSession
 from tests.support.mlp import make_mlp
 
 rank, store, name, grouped = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "grouped"
-WIDTH, ROWS, BATCHES, STAGES = 16, 10, 4, 2 if name == "Schedule1F1B" else 4
+WIDTH, ROWS, BATCHES, STAGES = 16, 10, 4, 2 if name in ("ScheduleGPipe", "Schedule1F1B") else 4
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -80,7 +80,9 @@ os._exit(0)  # gloo's threads may abort a process that ends
 @pytest.mark.parametrize(
     ("schedule", "kind"),
     [
+        ("ScheduleGPipe", "grouped"),
         ("Schedule1F1B", "grouped"),
+        ("ScheduleLoopedBFS", "grouped"),
         ("ScheduleInterleaved1F1B", "grouped"),
         ("ScheduleInterleavedZeroBubble", "plain"),
     ],

@@ -328,8 +328,4 @@ class _Spent:
         self._what = next((taken.handle.name for taken in slots if taken.handle), type(op).__name__)
 
     def __iter__(self) -> Any:
-        raise BackwardTwiceError(
-            f"{self._what}: a second backward over one forward. te.ops cannot run it: Transformer Engine frees what it "
-            "saved. Run the forward again instead of retain_graph=True; of pipeline schedules take one that does not split "
-            "the backward (1F1B, interleaved)."
-        )
+        raise BackwardTwiceError.of_te_ops(self._what)

@@ -1,4 +1,5 @@
-"""``main_grad``: where wgrad is written of parameters whose gradients Megatron-LM or an optimizer keeps, and its protocol.
+"""``main_grad``: where wgrad is written of parameters whose gradients Megatron-LM or an optimizer keeps, and its protocol;
+and when, if an op delays it.
 
 In: parameters. Out: where their gradients go, what stands for ``.grad``, and what a graph has to know of both. Keeps true:
 what is said of a parameter is what Transformer Engine would take it to say. Does not: compute gradients.

@@ -28,8 +28,9 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, restore_from_func_ctx
 
 STAND_INS = "_te_offload_stand_ins"  # where a basic op keeps them, and autograd's nodes of its parameters with them
-_IS_LEAF = operator.attrgetter("is_leaf")
 _ALONE = "_te_offload_alone"  # where a pipeline keeps the fused op that is all of it, and under which recipe
+_COMPUTED = "_te_offload_computed"  # and whether its parameters are other than leaves of autograd's graph
+_IS_LEAF = operator.attrgetter("is_leaf")
 
 
 @functools.cache
@@ -106,7 +107,7 @@ def use_stand_ins(fused: type[Any]) -> None:
             own = fuser.__dict__.pop("_te_offload_params", None)
             if own is not None:
                 fuser._basic_op_num_params, fuser._flat_basic_op_params = own
-            if False in map(_IS_LEAF, fuser._flat_basic_op_params):  # computed for this call; the next one looks anew
+            if fuser.__dict__.get(_COMPUTED):  # for this call; the next one looks anew
                 for params in (*fuser._basic_op_params, fuser._flat_basic_op_params):
                     params.clear()
 
@@ -141,6 +142,8 @@ def _follow_parameters(fuser: Any) -> None:
     if changed:
         fuser._basic_op_num_params = list(map(len, fuser._basic_op_params))
         fuser._flat_basic_op_params[:] = itertools.chain.from_iterable(fuser._basic_op_params)
+    if changed or _COMPUTED not in fuser.__dict__:
+        fuser.__dict__[_COMPUTED] = False in map(_IS_LEAF, fuser._flat_basic_op_params)
 
 
 def _look_for_a_lost_recipe(fuser: Any) -> None:
