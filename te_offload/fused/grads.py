@@ -65,7 +65,8 @@ def weight_grads(
         dy: of the op's output, of whose dtype new gradients are. multiply: computes them, of what `Kernels.prepare`
             returns and whether to ``accumulate``. together: one tensor stands for all weights (`StandIns`).
     """
-    count = 1 if together or op.single_grouped_weight else op.num_groups
+    in_one = together or op.single_grouped_weight
+    count = 1 if in_one else op.num_groups
     if not ctx.weight_requires_grad:
         return [None] * count
     shape = (op.num_groups, op.out_features, op.in_features)
@@ -99,7 +100,7 @@ def weight_grads(
         return [dy.new_empty(())] if together else te_adapter.dummy_grads(weights)  # which it will give out
     if packed is None:
         return [None] * count
-    return [packed] if count == 1 else list(packed.unbind(0))
+    return [packed] if in_one else list(packed.unbind(0))
 
 
 def _write(

@@ -13,7 +13,7 @@ from te_offload.errors import ArgumentError, SavedTensorModifiedError
 from te_offload.fused import hopper
 from te_offload.fused.kernels.reference import ReferenceKernels
 from tests.fused.test_hopper_op import SPLITS, fused_ops, mlp
-from tests.support.mlp import assert_same_bits, make_inputs, run
+from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
 from tests.support.tolerances import assert_close_to_fp64
 
 
@@ -33,6 +33,32 @@ def test_callers_buffers_receive_output_and_input_gradient() -> None:
     expected = run(mlp(), SPLITS)
     assert torch.equal(out, expected["output"]) and y.data_ptr() == out.data_ptr()
     assert torch.equal(dgrad, expected["input0"])
+
+
+@pytest.mark.parametrize("splits", [(5,), SPLITS])
+@pytest.mark.parametrize("bias", [False, True])
+def test_weight_gradients_are_the_memory_that_the_kernels_wrote_also_of_one_expert(
+    monkeypatch: pytest.MonkeyPatch, splits: tuple[int, ...], bias: bool
+) -> None:
+    written: dict[str, torch.Tensor] = {}
+    prepare = ReferenceKernels.prepare
+
+    def listening(self: ReferenceKernels, name: str, tensors: Any, **options: Any) -> Any:
+        written[name] = tensors
+        return prepare(self, name, tensors, **options)
+
+    monkeypatch.setattr(ReferenceKernels, "prepare", listening)
+    module = make_mlp(experts=len(splits), bias=bias)
+    x, sizes, scales = make_inputs(splits)
+    output = module(x, sizes, scales, sizes)
+    found = torch.autograd.grad(output.sum(), list(module.parameters()))
+    assert len(fused_ops(module)) == 1
+    grads = {name: grad for (name, _), grad in zip(module.named_parameters(), found, strict=True)}
+    for op, name in (("0", "FC1's gradient"), ("2", "FC2's gradient")):
+        packed = written[name]
+        for expert in range(len(splits)):
+            grad = grads[f"{op}.weight{expert}"]
+            assert grad.shape == packed.shape[1:] and grad.data_ptr() == packed[expert].data_ptr()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])

@@ -28,13 +28,14 @@ from te_offload.fused.kernels.sm90_launch import Tile
         ("160t@2x1", Tile(128, 160, 2, 1, pingpong=True)),
         ("192t/32@1x2", Tile(128, 192, 1, 2, pingpong=True, per_stage=32)),
         ("128a@1x2", Tile(128, 128, 1, 2, apart=True)),
+        ("256x192/32@2x1", Tile(256, 192, 2, 1, per_stage=32)),
     ],
 )
-def test_a_tile_is_its_columns_how_warp_groups_share_it_products_a_stage_and_cluster(text: str, tile: Tile) -> None:
+def test_a_tile_is_its_rows_if_not_128_its_columns_how_warp_groups_share_it_products_a_stage_and_cluster(text: str, tile: Tile) -> None:
     assert tiles.parse_tile(text) == tile
 
 
-@pytest.mark.parametrize("text", ["", "t", "192x", "192@2", "192/", "-192"])
+@pytest.mark.parametrize("text", ["", "t", "192x", "x192", "192@2", "192/", "-192"])
 def test_what_is_no_tile_is_refused_with_one_that_is(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="192t/32@2x1"):
         tiles.parse_tile(text)
