@@ -2,7 +2,7 @@
 
     ./run benchmarks.grouped_mlp [--experts 64 --hidden 2048 --ffn 1408 --tokens 32768] [--skew last|first] [--rounds 20]
                                  [--calls 4] [--lead 0] [--json FILE] [--single-grouped-weight]
-                                 [--recipe fp8|fp8-delayed|fp8-block] [--activation srelu|swiglu] [--only TEXT ...]
+                                 [--recipe fp8|fp8-delayed|fp8-block] [--activation srelu|swiglu] [--bias] [--only TEXT ...]
 
 All ways run in one process with the same weights and inputs, interleaved, column by column, shuffled anew each time: what
 runs before a way decides the card's clock, and an eager way that waits for the host lets it rest. Each number is the median
@@ -21,7 +21,8 @@ our tiles or in those that its own tuner finds. With `--skew` one expert takes h
 experts nothing; our ops and Transformer Engine's with even routing are measured beside that. Transformer Engine runs in the
 best way that the loaded cuBLAS gives it; run it with the newest one too. With a recipe the ways are those of
 `benchmarks.fp8_mlp`.
-With `--only` those run whose name has a text: of large experts, all ways' weights fill a card of 80 GB.
+With `--only` those run whose name has a text: of large experts, all ways' weights fill a card of 80 GB. With `--bias` both
+linears have biases, FC2's times the router's scales, and only ours and Transformer Engine's run.
 """
 
 from __future__ import annotations
@@ -60,14 +61,25 @@ class Case:
 
     Args:
         experts, hidden, ffn, tokens: the shape. skew: see `split`.
-        single: each op has one grouped weight, not one an expert. gated: SwiGLU, else squared ReLU.
+        single: each op has one grouped weight, not one an expert. gated: SwiGLU, else squared ReLU. bias: both ops have
+            biases, FC2's times the router's scales.
     """
 
     def __init__(
-        self, experts: int, hidden: int, ffn: int, tokens: int, *, skew: str | None, single: bool, gated: bool = False
+        self,
+        experts: int,
+        hidden: int,
+        ffn: int,
+        tokens: int,
+        *,
+        skew: str | None,
+        single: bool,
+        gated: bool = False,
+        bias: bool = False,
     ) -> None:
         torch.manual_seed(0)
-        size: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        self.bias = bias
+        size: dict[str, Any] = {"bias": bias, "device": "cuda", "dtype": torch.bfloat16}
         if single:
             size["single_grouped_weight"] = True
         self.tokens, self.hidden, self.ffn, self.gated = tokens, hidden, ffn, gated
@@ -75,12 +87,12 @@ class Case:
         self.fused = te.ops.Sequential(
             ops.GroupedLinear(experts, hidden, wide, **size),
             ops.ScaledSwiGLU() if gated else ops.ScaledSReLU(),
-            ops.GroupedLinear(experts, ffn, hidden, **size),
+            ops.GroupedLinear(experts, ffn, hidden, **size, scale_bias=bias),
         )
         self.plain = te.ops.Sequential(
             te.ops.GroupedLinear(experts, hidden, wide, **size),
             te.ops.ScaledSwiGLU() if gated else te.ops.ScaledSReLU(),
-            te.ops.GroupedLinear(experts, ffn, hidden, **size),
+            te.ops.GroupedLinear(experts, ffn, hidden, **size, scale_bias=bias),
         )
         if not single:
             for ours, theirs in zip(self.fused.parameters(), self.plain.parameters(), strict=True):
@@ -103,7 +115,8 @@ class Case:
     def forward_of(self, module: torch.nn.Module, sizes: torch.Tensor | None = None) -> Step:
         """A forward with what autograd needs; ``sizes``: other ones than the case's."""
         sizes = self.sizes if sizes is None else sizes
-        return lambda: module(self.x, sizes, self.scales, sizes)
+        of_bias = (self.scales,) if self.bias else ()
+        return lambda: module(self.x, sizes, self.scales, sizes, *of_bias)
 
     def step_of(self, module: torch.nn.Module, sizes: torch.Tensor | None = None) -> Step:
         """A forward and backward."""
@@ -267,7 +280,7 @@ def dense_ways(case: Case, only: Sequence[str]) -> dict[str, dict[str, Step]]:
         if case.even is not None:
             ways[f"{name}, even routing"] = functools.partial(case.ways_of, module, case.even)
     with_activations = functools.partial(functools.partial, case.quack_with_activations)
-    ways |= {
+    without_bias: dict[str, Callable[[], dict[str, Step]]] = {
         "torch._grouped_mm, packed weights": lambda: {"forward": case.grouped_mm_forward, "step": case.grouped_mm_step},
         "bare kernels of te_offload": lambda: {"forward": case.bare_forward, "step": case.bare},
         "QuACK's GEMMs alone, packed weights": case.quack,
@@ -276,6 +289,7 @@ def dense_ways(case: Case, only: Sequence[str]) -> dict[str, dict[str, Step]]:
         "QuACK with activations, its tiles": with_activations(own_tiles=True, one_by_one=False),
         "QuACK with activations, its tiles, one by one": with_activations(own_tiles=True, one_by_one=True),
     }
+    ways |= {} if case.bias else without_bias
     return {name: make() for name, make in ways.items() if any(text in name for text in only)}
 
 
@@ -323,6 +337,7 @@ def main() -> None:
         "--recipe", choices=("fp8", "fp8-delayed", "fp8-block"), help="quantize, with the demo's recipe of that name"
     )
     parser.add_argument("--activation", choices=("srelu", "swiglu"), default="srelu")
+    parser.add_argument("--bias", action="store_true", help="of both linears, FC2's times the router's scales")
     parser.add_argument("--only", nargs="+", default=[""], help="the ways with one of these texts in their name")
     arguments = parser.parse_args()
     gated = arguments.activation == "swiglu"
@@ -331,6 +346,8 @@ def main() -> None:
     size = arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens
     floor: dict[str, float] = {}
     offloaded: dict[str, int] = {}
+    if arguments.recipe and arguments.bias:
+        parser.error("--bias is measured without a recipe.")
     if arguments.recipe:
         from benchmarks.fp8_mlp import Fp8Case
 
@@ -342,7 +359,7 @@ def main() -> None:
         floor = quantized.floor(milliseconds) if quantized.has_floor else {}
         offloaded = quantized.offloaded()
     else:
-        case = Case(*size, skew=arguments.skew, single=single, gated=gated)
+        case = Case(*size, skew=arguments.skew, single=single, gated=gated, bias=arguments.bias)
         ways = dense_ways(case, arguments.only)
     if not ways:
         raise SystemExit(f"No way has one of {arguments.only} in its name.")
@@ -368,6 +385,7 @@ def main() -> None:
     shape = f"E{arguments.experts} H{arguments.hidden} F{arguments.ffn} T{arguments.tokens}"
     skewed = f", skewed routing, the {arguments.skew} expert takes half" if arguments.skew else ""
     skewed += (", one grouped weight" if single else "") + (", SwiGLU" if gated else "")
+    skewed += ", biases" if arguments.bias else ""
     led = f" after {arguments.lead} uncounted" if arguments.lead else ""
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cublaslt {number // 10000}.{number // 100 % 100}"
@@ -389,13 +407,14 @@ def main() -> None:
     if arguments.json:
         rows = [{"way": name, "kind": kind, "ms": value} for (name, kind), value in medians.items()]
         result = {
-            "schema": "1.6",
+            "schema": "1.7",
             "shape": shape,
             "calls": arguments.calls,
             "lead": arguments.lead,
             "skew": arguments.skew,
             "single": single,
             "activation": arguments.activation,
+            "bias": arguments.bias,
             "only": arguments.only,
             "recipe": arguments.recipe,
             "floor": floor,

@@ -6,11 +6,11 @@
 
 The product is ``fc1`` (with its activation), ``fc2``, ``dact`` (FC2's dgrad with the activation's and the sums after it),
 ``dgrad`` (FC1's), ``fc1_wgrad``, ``fc2_wgrad`` or ``wgrad`` (both); alone, it is timed with what sets its count to zero. A
-tile is its columns, of 128 rows, or rows and columns (``256x192``); ``t``: two warp groups take turns, ``a``: they store apart (`sm90_apart`); ``/32``: so
-many products of each sum a stage, for QuACK's 64; ``@2x1``: clusters of so many tiles above and beside each other;
-``:start``: given out from the start, not one by one, with or without another tile. Products beside the first argument's
-are named. The first row is what is in use, which may be another tile for each of the two weight gradients. FC1's weight
-gradient by itself does not begin beside its dgrad.
+tile is its columns, of 128 rows, or rows and columns (``256x192``); ``t``: two warp groups take turns, ``a``: they store
+apart (`sm90_apart`); ``/32``: so many products of each sum a stage, for QuACK's 64; ``@2x1``: clusters of so many tiles
+above and beside each other; ``:start``: given out from the start, not one by one, with or without another tile. Products
+beside the first argument's are named. The first row is what is in use, which may be another tile for each of the two weight
+gradients. FC1's weight gradient by itself does not begin beside its dgrad.
 
 All ways run in one process on the same inputs, as graphs, in turns shuffled anew each time, with even and with random
 routing. `hot` are rows of calls without a rest, at the card's sustained clock, `cool` rows of four after a rest; medians,
@@ -43,7 +43,9 @@ PRODUCTS = ("fc1", "fc2", "dact", "wgrad", "fc1_wgrad", "fc2_wgrad", "dgrad")
 REST_S = 0.02
 _GATED = {"glu": "fc1", "dglu": "dact"}  # what `sm90_tiles` calls these with a gated activation
 FROM_START = ":start"
-_SPEC = re.compile(r"((?P<rows>\d+)x)?(?P<columns>\d+)(?P<way>[ta]?)(/(?P<per_stage>\d+))?(@(?P<above>\d)x(?P<beside>\d))?")
+_SPEC = re.compile(
+    r"((?P<rows>\d+)x)?(?P<columns>\d+)(?P<way>[ta]?)(/(?P<per_stage>\d+))?(@(?P<above>\d)x(?P<beside>\d))?"
+)
 
 
 def parse_tile(text: str) -> Tile:
@@ -57,7 +59,15 @@ def parse_tile(text: str) -> Tile:
         raise argparse.ArgumentTypeError(f"{text!r} is no tile; 192t/32@2x1 would be one, and 256.")
     above, beside = int(found["above"] or 1), int(found["beside"] or 1)
     per_stage = None if found["per_stage"] is None else int(found["per_stage"])
-    return Tile(int(found["rows"] or 128), int(found["columns"]), above, beside, found["way"] == "t", per_stage, found["way"] == "a")
+    return Tile(
+        int(found["rows"] or 128),
+        int(found["columns"]),
+        above,
+        beside,
+        found["way"] == "t",
+        per_stage,
+        found["way"] == "a",
+    )
 
 
 class Choice(NamedTuple):

@@ -20,32 +20,30 @@ from te_offload.ops import te_adapter
 
 
 def wide_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Router scales, flat, in float32; in float64 where they are, on the CPU: the kernels read float32."""
-    if scales.dtype is torch.float32 and scales.dim() == 1:
+    """Router scales side by side, in float32; in float64 where they are, on the CPU: the kernels read float32."""
+    if scales.dtype is torch.float32 and scales.dim() == 1 and scales.is_contiguous():
         return scales
     wider = scales.dtype is torch.float64 and not scales.is_cuda
-    return scales.reshape(-1).to(torch.float64 if wider else torch.float32)
+    return scales.reshape(-1).contiguous().to(torch.float64 if wider else torch.float32)
 
 
 def bias_grads(
     op: Any,
     kernels: Kernels,
     dy: torch.Tensor,
+    offsets: torch.Tensor,
     bias: torch.Tensor | None,
     bias_scales: torch.Tensor | None,
-    offsets: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of FC2's biases and of their scales, where there are any. ``bias``: the forward's; ``None``: of which any will do."""
-    bias = parameters.bias(op, dy.dtype) if bias is None else bias
-    if bias is None:
+    """Of FC2's biases and of their scales, where there are any. ``bias``: the forward's, where it has scales."""
+    if not op.has_bias:
         return None, None
-    return kernels.bias_grads(dy, bias, None if bias_scales is None else wide_scales(bias_scales), offsets)
+    return kernels.bias_grads(dy, offsets, bias, None if bias_scales is None else wide_scales(bias_scales))
 
 
 def fc1_bias_grads(op: Any, kernels: Kernels, dact_input: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
     """Of FC1's biases, where there are any."""
-    bias = parameters.bias(op, dact_input.dtype)
-    return None if bias is None else kernels.fc1_bias_grads(dact_input, bias, offsets)
+    return kernels.fc1_bias_grads(dact_input, offsets) if op.has_bias else None
 
 
 def weight_grads(

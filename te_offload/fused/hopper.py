@@ -372,7 +372,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         together1, together2 = ctx1.te_offload_stand_ins
         grads2 = weight_grads("FC2", fc2, ctx3, kernels, dy, multiply, together=together2)
         del multiply
-        dbias2, dbias_scales = bias_grads(fc2, kernels, dy, bias2, bias_scales, offsets2)
+        dbias2, dbias_scales = bias_grads(fc2, kernels, dy, offsets2, bias2, bias_scales)
 
         bring_x = te_adapter.bring_exempt(fc1, ctx1)
         offsets1 = ctx1.saved_tensors[1]

@@ -58,14 +58,14 @@ def grouped_wgrad(
 
 
 def grouped_bias_grads(
-    dys: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], scales: Sequence[torch.Tensor] | None
+    dys: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None, scales: Sequence[torch.Tensor] | None
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Gradients of the biases, N tensors (F,), and of the scales, (T,), where there are any."""
+    """Gradients of the biases, N tensors (F,), and of the scales, (T,), where there are any, which takes biases."""
     bias_grads: list[torch.Tensor] = []
     scale_grads: list[torch.Tensor] = []
     for index, dy in enumerate(dys):
         wide = _wide(dy)
-        if scales is None:
+        if scales is None or biases is None:
             bias_grads.append(wide.sum(0).to(dy.dtype))
         else:
             bias_grads.append((wide * _wide(scales[index]).unsqueeze(-1)).sum(0).to(dy.dtype))

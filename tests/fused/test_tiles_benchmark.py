@@ -31,7 +31,9 @@ from te_offload.fused.kernels.sm90_launch import Tile
         ("256x192/32@2x1", Tile(256, 192, 2, 1, per_stage=32)),
     ],
 )
-def test_a_tile_is_its_rows_if_not_128_its_columns_how_warp_groups_share_it_products_a_stage_and_cluster(text: str, tile: Tile) -> None:
+def test_a_tile_is_its_rows_if_not_128_its_columns_how_warp_groups_share_it_products_a_stage_and_cluster(
+    text: str, tile: Tile
+) -> None:
     assert tiles.parse_tile(text) == tile
 
 

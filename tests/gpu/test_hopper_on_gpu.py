@@ -224,6 +224,24 @@ def test_non_contiguous_gradient_gives_what_a_contiguous_one_does() -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["srelu", "swiglu"])
+def test_router_scales_that_lie_apart_give_what_those_side_by_side_do(dtype: torch.dtype, activation: str) -> None:
+    results = []
+    for apart in (False, True):
+        module = mlp(bias=True, fc2={"scale_bias": True}, activation=activation)
+        x, sizes, scales = make_inputs(SPLITS["ragged"], HIDDEN, device="cuda", dtype=torch.bfloat16)
+        routed = torch.stack([scales.detach(), -scales.detach()], dim=1).to(dtype).requires_grad_()  # as of two experts
+        column = routed[:, 0]
+        assert not column.is_contiguous()
+        column = column if apart else column.contiguous()
+        module(x, sizes, column, sizes, column).square().sum().backward()
+        assert_fused(module)
+        grads = {name: p.grad for name, p in module.named_parameters()}
+        results.append(grads | {"input": x.grad, "scales": routed.grad})
+    assert_same_bits(*results)
+
+
 def test_weights_that_moved_between_steps_are_found() -> None:
     module = mlp()
     expected = fused_run(module, SPLITS["ragged"])

@@ -62,6 +62,8 @@ class Launches:
             source_key=sm90_compile.source_key,
             compiled_wgrad=compile_only(sm90_compile.compiled_wgrad),
             compiled_rows=compile_only(sm90_compile.compiled_rows),
+            compiled_row_parts=compile_only(sm90_compile.compiled_row_parts),
+            compiled_part_totals=compile_only(sm90_compile.compiled_part_totals),
             compiled_row_quantizer=compile_only(sm90_compile.compiled_row_quantizer),
             compiled_weight_quantizer=compile_only(sm90_compile.compiled_weight_quantizer),
             compiled_scaled_weights=compile_only(sm90_compile.compiled_scaled_weights),
@@ -96,7 +98,8 @@ def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int, ffn: i
         act_input, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets, counts.fc1)
     for bias, bias_scales in ((None, None), (bias2, None), (bias2, scales)):
         kernels.fc2(fc2_input, of_fc2, bias, bias_scales, offsets, torch.empty_like(x), counts.fc2)
-    kernels.bias_grads(x, bias2, scales, offsets)
+    kernels.bias_grads(x, offsets, bias2, scales)
+    kernels.fc1_bias_grads(act_input, offsets)
     dact_input, fc2_input, _, orders = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
     main1, main2 = [Experts(torch.empty_like(one.view, dtype=torch.float32), table) for one in (of_fc1, of_fc2)]
     for grads, accumulate in ((of_fc2, False), (main2, False), (main2, True)):
@@ -141,6 +144,7 @@ def compile_glu(dtype: torch.dtype, activation: Gated, tokens: int) -> int:
         ways: dict[str, Any] = {"accumulate": accumulate, "order": orders.fc1_wgrad}
         kernels.fc1_backward(dact_input, x, of_fc1, offsets, dx, grads, count=count, **ways)
         kernels.fc1_wgrad(dact_input, x, offsets, grads, **ways)
+    kernels.fc1_bias_grads(dact_input, offsets)
     return launches.count
 
 

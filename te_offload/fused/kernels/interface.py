@@ -208,9 +208,17 @@ class Kernels(Protocol):
         """`fc1_dgrad` into dx and `fc1_wgrad` into dweights, in either order or at once."""
 
     def bias_grads(
-        self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
+        self,
+        dy: torch.Tensor,
+        offsets: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        bias_scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The gradients by biases, (N, columns of dy) in dy's dtype, and by their scales, (T,), where there are any."""
+        """The gradients by biases, (N, columns of dy) in dy's dtype, and by their scales, (T,), where there are any.
 
-    def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        Args:
+            bias, bias_scales: of the forward; both or neither.
+        """
+
+    def fc1_bias_grads(self, dact_input: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """The gradients by FC1's biases."""

@@ -165,19 +165,24 @@ class ReferenceKernels:
         self.fc1_wgrad(dact_input, x, offsets, dweights, accumulate=accumulate)
 
     def bias_grads(
-        self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
+        self,
+        dy: torch.Tensor,
+        offsets: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        bias_scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Kernels.bias_grads`."""
         scales = None if bias_scales is None else _rows(bias_scales, offsets)
-        grads, dscales = arithmetic.grouped_bias_grads(_rows(dy, offsets), list(bias.unbind(0)), scales)
+        biases = None if bias is None else list(bias.unbind(0))
+        grads, dscales = arithmetic.grouped_bias_grads(_rows(dy, offsets), biases, scales)
         if dscales is not None:
             beyond = dy.shape[0] - dscales.shape[0]
             dscales = torch.cat([dscales, dscales.new_zeros(beyond)])
         return torch.stack(grads), dscales
 
-    def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def fc1_bias_grads(self, dact_input: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """See `Kernels.fc1_bias_grads`."""
-        return self.bias_grads(dact_input, bias, None, offsets)[0]
+        return self.bias_grads(dact_input, offsets)[0]
 
 
 def _gate(of: Gated) -> arithmetic.Gate:

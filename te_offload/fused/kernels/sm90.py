@@ -16,17 +16,15 @@ import torch
 from quack.cute_dsl_utils import get_max_active_clusters
 from quack.gemm_tvm_ffi_utils import make_scheduler_args, make_varlen_args
 
-from te_offload.fused.kernels import sm90_compile, sm90_device
+from te_offload.fused.kernels import bias_device, sm90_compile, sm90_device
 from te_offload.fused.kernels.experts import Experts, ExpertsCache
-from te_offload.fused.kernels.interface import Activation, Counts, Orders, Tensors, TileCount, TileOrder
+from te_offload.fused.kernels.interface import Activation, Counts, Gated, Orders, Tensors, TileCount, TileOrder
 from te_offload.fused.kernels.progress import said_if_slow
 from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile
 from te_offload.fused.kernels.sm90_tiles import Regime, tile_for
 
 _FORWARD, _BACKWARD = 2, 4  # products that count their tiles
-_NARROW = 8  # columns; the fewest that TMA takes
-_NARROW_TILE = Tile(128, 128, pingpong=True)
 DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
@@ -278,34 +276,49 @@ class Sm90Kernels:
         function(a, b, grads, None, arguments, schedule, varlen, None, None)
 
     def bias_grads(
-        self, dy: torch.Tensor, bias: torch.Tensor, bias_scales: torch.Tensor | None, offsets: torch.Tensor
+        self,
+        dy: torch.Tensor,
+        offsets: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        bias_scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `Kernels.bias_grads`. Two narrow GEMMs, since sums by atomics would not give the same bits twice."""
-        experts, columns = bias.shape
-        factors = dy.new_zeros(dy.shape[0], _NARROW)  # what each row counts, in as many columns as it takes
-        if bias_scales is None:
-            factors[:, 0] = 1
-        else:
-            factors[:, 0] = bias_scales
-            factors[:, 1] = bias_scales - factors[:, 0]  # what its rounding took away
-        sums = torch.zeros(experts, columns, _NARROW, dtype=torch.float32, device=dy.device)
-        if dy.shape[0]:
-            self.wgrad(dy, factors, offsets, self.prepare("sums", sums), accumulate=False)
-        dbias = sums.sum(2).to(dy.dtype)
-        if bias_scales is None:
-            return dbias, None
-        rows = dy.new_zeros(experts, _NARROW, columns)
-        rows[:, 0] = bias
-        as_weights = self.prepare("rows", rows)
-        products = torch.empty(dy.shape[0], _NARROW, dtype=torch.float32, device=dy.device)
-        values = {TABLE: as_weights.table}
-        self._launch(sm90_device.PlainGemm, _NARROW_TILE, dy, as_weights.view, products, None, values, offsets)
-        self.clear(offsets, products)
-        return dbias, products[:, 0]
+        """See `Kernels.bias_grads`."""
+        return self._bias_grads(dy, offsets, bias, bias_scales, None)
 
-    def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def fc1_bias_grads(self, dact_input: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """See `Kernels.fc1_bias_grads`."""
-        return self.bias_grads(dact_input, bias, None, offsets)[0]
+        gated = isinstance(self._activation, Gated)
+        return self._bias_grads(dact_input, offsets, None, None, self._activation.interleave if gated else None)[0]
+
+    def _bias_grads(
+        self,
+        dy: torch.Tensor,
+        offsets: torch.Tensor,
+        bias: torch.Tensor | None,
+        bias_scales: torch.Tensor | None,
+        pairs: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        (tokens, columns), experts = dy.shape, offsets.shape[0] - 1
+        dscales = None if bias_scales is None else torch.empty_like(bias_scales)
+        if not tokens:
+            return dy.new_zeros(experts, columns), dscales
+        grads = dy.new_empty(experts, columns)
+        parts = torch.empty(bias_device.parts_of(tokens, experts), columns, dtype=torch.float32, device=dy.device)
+        sums, totals = self._sums_of_rows(dy.dtype, pairs, factors=bias is not None)
+        biases = None if bias is None else bias.view(torch.int32)
+        beside = bias_device.blocks_beside(tokens, columns) if bias is None else 1
+        sums(dy.view(torch.int32), offsets, bias_scales, biases, parts, dscales, beside)
+        totals(parts, offsets, grads)
+        return grads, dscales
+
+    def _sums_of_rows(self, dtype: torch.dtype, pairs: int | None, *, factors: bool) -> tuple[Any, Any]:
+        key = "sums of rows", dtype, pairs, factors
+        found = self._functions.get(key)
+        if found is None:
+            with said_if_slow(f"{COMPILING}: sums of rows"):
+                sums = sm90_compile.compiled_row_parts(dtype, factors=factors)
+                found = self._functions[key] = sums, sm90_compile.compiled_part_totals(dtype, pairs=pairs)
+        return found
 
     def _numbers(self) -> dict[str, Any]:
         clamp = self._activation.clamp

@@ -14,7 +14,7 @@ import torch
 from te_offload.fused.kernels import blocks, sm90_block_glu_device, sm90_glu_device
 from te_offload.fused.kernels.block_interface import BlockNumbers
 from te_offload.fused.kernels.interface import Gated
-from te_offload.fused.kernels.pairs import to_halves, to_pairs
+from te_offload.fused.kernels.pairs import to_pairs
 from te_offload.fused.kernels.sm90_blocks import Sm90BlockKernels
 from te_offload.ops.scaling import BlockScaling
 
@@ -47,10 +47,6 @@ class Sm90BlockGluKernels(Sm90BlockKernels):
 
     def _as_read(self, bias: torch.Tensor) -> torch.Tensor:
         return to_pairs(bias, self._gated.interleave)
-
-    def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """See `Kernels.fc1_bias_grads`."""
-        return to_halves(super().fc1_bias_grads(dact_input, bias, offsets), self._gated.interleave)
 
     def _numbers(self) -> dict[str, Any]:
         return sm90_glu_device.numbers_of(self._gated)

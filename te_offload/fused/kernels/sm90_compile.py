@@ -26,6 +26,7 @@ from quack.gemm_tvm_ffi_utils import (
 )
 
 from te_offload.fused.kernels import (
+    bias_device,
     block_device,
     block_glu_device,
     fp8_current_device,
@@ -54,7 +55,7 @@ def source_key() -> str:
     gemms = sm90_apart, sm90_experts, sm90_order, sm90_device, sm90_fp8_device, sm90_block_device, sm90_sums
     gated = sm90_glu_device, sm90_fp8_glu_device, sm90_block_glu_device
     quantizers = tile_device, block_device, block_glu_device, fp8_glu_device, fp8_current_device
-    modules = *gemms, *gated, *quantizers, rows_device, sys.modules[__name__]
+    modules = *gemms, *gated, *quantizers, rows_device, bias_device, sys.modules[__name__]
     sources = [inspect.getsource(module) for module in modules]
     return hashlib.sha256("".join(sources).encode()).hexdigest()
 
@@ -168,6 +169,35 @@ def _compile_expert_rows(name: str, dtype: Any, sizes_dtype: Any, _source: str) 
         sums = make_fake_tensor(Float32, (rows,), leading_dim=0, divisibility=1)
         arguments = [matrix, offsets, sums, make_fake_tensor(Int32, (cute.sym_int(),), leading_dim=0, divisibility=1)]
     return _compile(rows_device.KERNELS[name](), *arguments)
+
+
+def compiled_row_parts(dtype: torch.dtype, *, factors: bool) -> Any:
+    """`bias_device.RowParts`, as a function of what it takes but for the stream; matrices as words of int32, ``None`` for
+    what is not there.
+
+    Args:
+        dtype: bf16 or fp16.
+    """
+    return _compile_row_parts(dtype is torch.float16, factors, source_key())
+
+
+@jit_cache  # type: ignore[untyped-decorator]
+def _compile_row_parts(half: bool, factors: bool, _source: str) -> Any:
+    kernel = bias_device.RowParts(half=half, factors=factors)
+    of_factors = (_numbers(Float32, 1), _words(2)) if factors else (None, None)
+    dots = _numbers(Float32, 1) if factors else None
+    return _compile(kernel, _words(2), _numbers(Int32, 1), *of_factors, _numbers(Float32, 2), dots, Int32(1))
+
+
+def compiled_part_totals(dtype: torch.dtype, *, pairs: int | None) -> Any:
+    """`bias_device.PartTotals`, as above. ``dtype``: of what is written."""
+    return _compile_part_totals(torch2cute_dtype_map[dtype], pairs, source_key())
+
+
+@jit_cache  # type: ignore[untyped-decorator]
+def _compile_part_totals(dtype: Any, pairs: int | None, _source: str) -> Any:
+    kernel = bias_device.PartTotals(pairs=pairs)
+    return _compile(kernel, _numbers(Float32, 2), _numbers(Int32, 1), _numbers(dtype, 2))
 
 
 def compiled_row_quantizer(

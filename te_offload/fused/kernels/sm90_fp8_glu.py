@@ -16,7 +16,7 @@ from te_offload.fused.kernels import fp8, sm90_fp8_glu_device, sm90_glu_device
 from te_offload.fused.kernels.fp8_glu import PairQuantizers
 from te_offload.fused.kernels.fp8_interface import QuantizedRows
 from te_offload.fused.kernels.interface import Activation, Gated
-from te_offload.fused.kernels.pairs import to_halves, to_pairs
+from te_offload.fused.kernels.pairs import to_pairs
 from te_offload.fused.kernels.sm90 import DTYPE_NAMES
 from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels, Way, product_name
 from te_offload.fused.kernels.sm90_launch import Tile
@@ -109,10 +109,6 @@ class Sm90Fp8GluKernels(Sm90Fp8Kernels):
 
     def _tiled(self, act_input: torch.Tensor) -> torch.Tensor:
         return act_input.view(act_input.shape[0], -1, 2)[..., 0]
-
-    def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """See `Kernels.fc1_bias_grads`."""
-        return to_halves(super().fc1_bias_grads(dact_input, bias, offsets), self._gated.interleave)
 
     def _numbers(self) -> dict[str, Any]:
         return sm90_glu_device.numbers_of(self._gated)

@@ -14,7 +14,7 @@ import torch
 from te_offload.fused.kernels import sm90_glu_device
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.interface import Gated, Orders, TileCount
-from te_offload.fused.kernels.pairs import to_halves, to_pairs
+from te_offload.fused.kernels.pairs import to_pairs
 from te_offload.fused.kernels.sm90 import DTYPE_NAMES, Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
 
@@ -68,10 +68,6 @@ class Sm90GluKernels(Sm90Kernels):
         count, ways = self._backward_count(offsets), {"transposed": True, "packed": True}
         self._launch(kernel, tile, dy, weights.view, dact_input, act_input, values, offsets, count, **ways)
         return dact_input, fc2_input, *self._sums(parts, offsets, count)
-
-    def fc1_bias_grads(self, dact_input: torch.Tensor, bias: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """See `Kernels.fc1_bias_grads`."""
-        return to_halves(super().fc1_bias_grads(dact_input, bias, offsets), self._gated.interleave)
 
     @property
     def _pairs(self) -> int | None:

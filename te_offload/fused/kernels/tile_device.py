@@ -1,8 +1,8 @@
 """What quantizers in CuTe DSL on Hopper do with a tile of 128 x 128 numbers: read, find magnitudes and scales, turn, write.
 
-In: nothing when imported. Out: a class that quantizers extend, pieces of PTX. Keeps true: a tile stays packed in registers
-and is read once; two runs give the same bits. Does not: know which tile, or what shares a scale (`block_device`,
-`fp8_current_device`). Needs quack-kernels.
+In: nothing when imported. Out: a class that quantizers extend, and what it extends, for any kernel of packed numbers;
+pieces of PTX. Keeps true: a tile stays packed in registers and is read once; two runs give the same bits. Does not: know
+which tile, or what shares a scale (`block_device`, `fp8_current_device`). Needs quack-kernels.
 
 Matrices of 16-bit numbers come as int32 words of two, those of bytes as words of four. Thread t of 256 has the columns
 8 (t % 16) to 8 (t % 16) + 7 of rows 4 (t / 16) to 4 (t / 16) + 3, and of the rows 64 after them. Bytes are turned four by
@@ -95,24 +95,18 @@ def sums_up_to(value, before, totals, thread, lane):
     return upto, before
 
 
-class TileQuantizer:
-    """What quantizers share.
+class Packed:
+    """What kernels do with numbers of 16 bits, two a word.
 
     Args:
-        half: whether numbers are fp16; else bf16. power_of_two: whether scales are.
-
-    Attributes:
-        form: of the numbers that are made, ``"e4m3"`` or ``"e5m2"``.
+        half: whether they are fp16; else bf16.
     """
 
-    form = "e4m3"
-
-    def __init__(self, *, half: bool, power_of_two: bool) -> None:
+    def __init__(self, *, half: bool) -> None:
         self.half = half
-        self.power_of_two = power_of_two
 
     def launch(self, kernel: Any, grid: list[Any], stream: Any, *, resident: int) -> None:
-        """``resident``: how many blocks of threads an SM is to run at a time, of which each has a tile."""
+        """``resident``: how many blocks of threads an SM is to run at a time."""
         kernel.launch(
             grid=grid,
             block=[THREADS, 1, 1],
@@ -140,6 +134,23 @@ class TileQuantizer:
         """A word of two numbers, rounded."""
         kind = "f16x2" if self.half else "bf16x2"
         return asm(T.i32(), f"cvt.rn.{kind}.f32 $0, $2, $1;", "=r,f,f", low, high)
+
+
+class TileQuantizer(Packed):
+    """What quantizers share; a block of threads has a tile.
+
+    Args:
+        half: as above. power_of_two: whether scales are.
+
+    Attributes:
+        form: of the numbers that are made, ``"e4m3"`` or ``"e5m2"``.
+    """
+
+    form = "e4m3"
+
+    def __init__(self, *, half: bool, power_of_two: bool) -> None:
+        super().__init__(half=half)
+        self.power_of_two = power_of_two
 
     @cute.jit
     def scale_of(self, bits, epsilon, most):
