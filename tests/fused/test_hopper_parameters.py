@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_offload.errors import ArgumentError, SavedTensorModifiedError
-from te_offload.fused import hopper
+from te_offload.fused import hopper, parameters
 from te_offload.fused.kernels.reference import ReferenceKernels
 from tests.fused.test_hopper_op import SPLITS, fused_ops, mlp
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp, run
@@ -59,6 +59,31 @@ def test_weight_gradients_are_the_memory_that_the_kernels_wrote_also_of_one_expe
         for expert in range(len(splits)):
             grad = grads[f"{op}.weight{expert}"]
             assert grad.shape == packed.shape[1:] and grad.data_ptr() == packed[expert].data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:GroupedLinear")
+@pytest.mark.parametrize("kind", ["apart", "of two dtypes", "one grouped bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_are_packed_as_transformer_engine_does_it(
+    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    together = kind == "one grouped bias"
+    op = make_mlp(experts=3, bias=True, single_grouped_weight=together, single_grouped_bias=together)[0]
+    if kind == "of two dtypes":
+        op.bias1.data = op.bias1.data.bfloat16()
+    packed = parameters.bias(op, dtype)
+    assert packed is not None and not packed.requires_grad and packed.dtype is dtype
+    assert torch.equal(packed, op._get_packed_bias_tensor(dtype))
+
+
+def test_bias_that_is_kept_elsewhere_is_an_error_that_says_so() -> None:
+    module = mlp(bias=True)
+    bias = module[0]._parameters.pop("bias2")
+    module[0].bias2 = bias * 1.0  # as torch's parametrizations do
+    x, sizes, scales = make_inputs(SPLITS)
+    with pytest.raises(ArgumentError, match=r"bias2 is not among its parameters.*functional_call"):
+        module(x, sizes, scales, sizes)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
