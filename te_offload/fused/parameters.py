@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from te_offload.errors import ArgumentError
+from te_offload.ops import te_adapter
 
 _VERSION, _DTYPE = map(operator.attrgetter, ("_version", "dtype"))
 _PLAIN = frozenset((torch.nn.Parameter, torch.Tensor))
@@ -23,22 +23,17 @@ def first_weight(op: Any) -> torch.nn.Parameter:
     """The first weight parameter, or the only one.
 
     Raises:
-        ArgumentError: the op has none, since someone keeps its weights elsewhere.
+        ArgumentError: the op has none, since someone keeps its weights elsewhere; not in evaluation.
     """
     name = "weight" if op.single_grouped_weight else "weight0"
-    try:
-        weight: torch.nn.Parameter = op._parameters[name]
-    except KeyError:
-        raise _missing(op, name) from None
+    weight: torch.nn.Parameter = op._parameters[name] if name in op._parameters else _kept_elsewhere(op, name)
     return weight
 
 
-def _missing(op: Any, name: str) -> ArgumentError:
-    return ArgumentError(
-        f"{type(op).__name__}: {name} is not among its parameters, so nobody would get its gradient. Under torch's "
-        "FullyShardedDataParallel give use_orig_params=True, or use fully_shard. torch's parametrizations and pruning keep "
-        "what is trained elsewhere too; torch.func.functional_call with what they compute works."
-    )
+def _kept_elsewhere(op: Any, name: str) -> Any:
+    if torch.is_grad_enabled():
+        raise te_adapter.missing_parameter(op, name)
+    return getattr(op, name)
 
 
 def dense_weight(op: Any) -> torch.Tensor | None:
@@ -73,12 +68,14 @@ def registered(op: Any, weights: list[torch.nn.Parameter]) -> list[torch.nn.Para
 def _of_each_expert(op: Any, name: str, *, together: bool) -> list[torch.nn.Parameter]:
     if together:
         return [op._parameters[name]]
+    if op.num_groups == 1:
+        only = f"{name}0"
+        return [op._parameters[only] if only in op._parameters else _kept_elsewhere(op, only)]
     try:
-        if op.num_groups == 1:
-            return [op._parameters[f"{name}0"]]
         return list(_getter(name, op.num_groups)(op._parameters))
-    except KeyError as error:
-        raise _missing(op, error.args[0]) from None
+    except KeyError:
+        names = [f"{name}{number}" for number in range(op.num_groups)]
+        return [op._parameters[one] if one in op._parameters else _kept_elsewhere(op, one) for one in names]
 
 
 @functools.cache

@@ -73,6 +73,20 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
     def _let_go_of_stand_ins(self) -> None:
         self.__dict__.pop(te_adapter.STAND_INS, None)
 
+    def check_parameters(self) -> None:
+        """Each expert's weight and bias is a parameter of this module's, where there is not one of all experts.
+
+        Raises:
+            ArgumentError: one is not, as under torch's parametrizations: Transformer Engine reads it and trains nothing.
+        """
+        for name, apart in (
+            ("weight", not self.single_grouped_weight),
+            ("bias", self.has_bias and not self.single_grouped_bias),
+        ):
+            for number in range(self.num_groups if apart else 0):
+                if f"{name}{number}" not in self._parameters:
+                    raise te_adapter.missing_parameter(self, f"{name}{number}")
+
     def begin_call(self) -> None:
         """What `pre_fuser_forward` does beside quantizers, which the fused op on Hopper does not use."""
         gathers.wait_for_parameters(self)

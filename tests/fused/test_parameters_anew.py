@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
+import torch.nn.utils.prune
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
 
 from te_offload import OffloadSession
+from te_offload.errors import ArgumentError
 from te_offload.fused import hopper
 from tests.support.mlp import assert_same_bits, make_inputs, make_mlp
 
@@ -161,3 +164,48 @@ def test_parameter_that_an_op_is_given_beside_its_own_is_left_alone(make: Callab
     module[-1].register_parameter("extra", torch.nn.Parameter(torch.ones(3)))
     assert_same_bits(expected, train(module))
     assert module[-1].extra.grad is None and module[-1].weight0.grad is not None
+
+
+class _Halved(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 0.5
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("before", ["nothing", "a step"])
+@pytest.mark.parametrize("by", ["parametrization", "pruning"])
+def test_weight_that_torch_computes_in_its_place_is_an_error_in_training(
+    make: Callable[..., te.ops.Sequential], number: int, before: str, by: str
+) -> None:
+    module = make()
+    if before == "a step":
+        train(module)
+    linear = next(op for op in module if hasattr(op, "num_groups"))
+    if by == "parametrization":
+        torch.nn.utils.parametrize.register_parametrization(linear, f"weight{number}", _Halved())
+    else:
+        torch.nn.utils.prune.l1_unstructured(linear, f"weight{number}", amount=0.5)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=rf"weight{number} is not among its parameters.*functional_call"):
+            train(module)
+
+
+@pytest.mark.parametrize("before", ["nothing", "an evaluation"])
+def test_weights_that_torch_computes_in_their_place_are_evaluated_and_an_error_in_training(
+    make: Callable[..., te.ops.Sequential], before: str
+) -> None:
+    module, halved = make(), make()
+    linear, other = [next(op for op in one if hasattr(op, "num_groups")) for one in (module, halved)]
+    for number in range(len(SPLITS)):
+        torch.nn.utils.parametrize.register_parametrization(linear, f"weight{number}", _Halved())
+        getattr(other, f"weight{number}").data.mul_(0.5)
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = halved(x, sizes, scales, sizes)
+        if before != "nothing":
+            assert torch.equal(module(x, sizes, scales, sizes), expected)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"weight0 is not among its parameters.*functional_call"):
+            train(module)
+    with torch.no_grad():
+        assert torch.equal(module(x, sizes, scales, sizes), expected)

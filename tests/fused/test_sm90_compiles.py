@@ -55,14 +55,14 @@ def compiled(running: Running, part: str) -> tuple[str, int]:
 def test_every_kernel_compiles_for_sm_90a(running: Running) -> None:
     usual, _ = compiled(running, "bf16")
     others, kernels = compiled(running, "others")
-    assert usual.count("23 launches") == 2 and others.count("23 launches") == 4
-    # for two dtypes: fc2 without, with and with a scaled bias; fc1_dgrad; bias scales; wgrad of biases, of fc2 and, beside
-    # fc1_dgrad, of fc1, these also to float32 written and added; offsets; clear; and with each of two activations fc1 with
-    # and without bias, fc2_dgrad.
-    # Beside them in float32: clear and sums. For few tokens other tiles of fc2_dgrad, fc2, fc1_dgrad and all wgrads; for
-    # many, and a wide FC1, of fc2, fc1, fc2_dgrad and the wgrads of fc1. For two dtypes fc1 in wide parts.
-    few, many, wide_parts = 1 + 3 + 1 + 7, 3 + 2 + 1 + 3, 2
-    assert kernels == 2 * (11 + 3 + 2 * 3) + 2 + few + many + wide_parts
+    assert usual.count("24 launches") == 2 and others.count("24 launches") == 4
+    # for two dtypes: fc2 without, with and with a scaled bias; fc1_dgrad; wgrads of fc2 and, beside fc1_dgrad, of fc1, also
+    # to float32 written and added; offsets; clear; sums of rows with and without factors, and their totals; and with each
+    # of two activations fc1 with and without bias, fc2_dgrad.
+    # Beside them in float32: sums. For few tokens other tiles of fc2_dgrad, fc2, fc1_dgrad and all wgrads; for many, and a
+    # wide FC1, of fc2, fc1, fc2_dgrad and the wgrads of fc1. For two dtypes fc1 in wide parts.
+    few, many, wide_parts = 1 + 3 + 1 + 6, 3 + 2 + 1 + 3, 2
+    assert kernels == 2 * (10 + 2 + 3 + 2 * 3) + 1 + few + many + wide_parts
 
 
 def test_operands_are_loaded_five_tiles_ahead_or_more_where_that_fits(running: Running) -> None:
@@ -74,11 +74,12 @@ def test_operands_are_loaded_five_tiles_ahead_or_more_where_that_fits(running: R
 
 def test_every_kernel_of_gated_activations_compiles_for_sm_90a(running: Running) -> None:
     printed, kernels = compiled(running, "glu")
-    assert printed.count("19 launches") == 5
+    assert printed.count("21 launches") == 5
     # offsets, clear, sums; fc1 with and without a bias, fc2, fc2_dgrad, fc1_dgrad, a wgrad of fc2; of fc1, beside the dgrad
-    # or not, as weights are, and in float32 written and added. In fp16 all of these but the sums. With halves in blocks of
-    # 32 fc1 twice, and both dgrads and wgrads for many tokens. Of the two other activations fc1 twice and fc2_dgrad.
-    assert kernels == (3 + 6 + 6) + (2 + 6 + 6) + (4 + 6) + 2 * 3
+    # or not, as weights are, and in float32 written and added; sums of rows and their totals. In fp16 all of these but the
+    # sums. With halves in blocks of 32 fc1 twice, both dgrads and wgrads for many tokens, and totals. Of the two other
+    # activations fc1 twice and fc2_dgrad.
+    assert kernels == (3 + 6 + 6 + 2) + (2 + 6 + 6 + 2) + (4 + 6 + 1) + 2 * 3
 
 
 def test_every_fp8_kernel_compiles_for_sm_90a(running: Running) -> None:
@@ -125,16 +126,13 @@ def test_no_warp_of_a_product_touches_memory_before_the_kernels_ahead_are_over(r
     assert len(found) > 3 and not any(one.waits_last for one in found if one.parts_wait_first == both)
 
 
-def test_clusters_take_tiles_of_all_products_one_by_one_but_of_those_for_biases(running: Running) -> None:
+def test_clusters_take_tiles_of_all_products_one_by_one(running: Running) -> None:
     """Else clusters drift apart, and what one has read has left the L2 cache before another wants it."""
     pytest.importorskip("triton")
     for one in PARTS:
         compiled(running, one)
     found = [one for part in PARTS[1:] for one in look_into(running[part][1].rglob("*.o")) if one.tensor_core]
-    apart = [one.symbol for one in found if not one.counts]
-    # of which there are a wgrad, in two tiles of bf16, and a product for their scales
-    assert sorted(re.findall("PlainGemm|WgradGemm", "".join(apart))) == 2 * ["PlainGemm"] + 3 * ["WgradGemm"], apart
-    assert len(found) > 60 and len(apart) == 5
+    assert len(found) > 55 and [one.symbol for one in found if not one.counts] == []
 
 
 def test_warp_groups_of_every_product_by_blocks_store_apart_where_the_tile_says_so(running: Running) -> None:

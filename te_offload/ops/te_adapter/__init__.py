@@ -81,7 +81,7 @@ from te_offload.ops.te_adapter.main_grads import (
     main_grads_of,
     reason_against_backward_graphs,
 )
-from te_offload.ops.te_adapter.pipeline import STAND_INS, put_parameters, use_stand_ins
+from te_offload.ops.te_adapter.pipeline import STAND_INS, missing_parameter, put_parameters, use_stand_ins
 from te_offload.ops.te_adapter.storages import addresses, has_buffers, is_turned, state_of, turn
 from te_offload.ops.te_adapter.switches import (
     NOT_OFFLOAD,
@@ -157,6 +157,7 @@ __all__ = [
     "mark_activations",
     "mark_exempt_and_kept",
     "maybe_dequantize",
+    "missing_parameter",
     "nvfp4_numbers",
     "nvfp4_reference",
     "offload_context_active",

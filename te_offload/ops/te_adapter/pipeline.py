@@ -27,9 +27,12 @@ from transformer_engine.pytorch.ops.op import OperationContext
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, restore_from_func_ctx
 
+from te_offload.errors import ArgumentError
+
 STAND_INS = "_te_offload_stand_ins"  # where a basic op keeps them, and autograd's nodes of its parameters with them
 _ALONE = "_te_offload_alone"  # where a pipeline keeps the fused op that is all of it, and under which recipe
 _COMPUTED = "_te_offload_computed"  # and whether its parameters are other than leaves of autograd's graph
+_CHECKED = "_te_offload_checked"  # and the names of its ops' parameters when they were found to be all there
 _IS_LEAF = operator.attrgetter("is_leaf")
 
 
@@ -44,7 +47,8 @@ def use_stand_ins(fused: type[Any]) -> None:
     `torch.func.functional_call`), those that are trained get none, and nothing says so.
 
     Args:
-        fused: of joint fused ops, with methods ``stand_ins`` and ``begin_call`` (see `HopperGroupedMLP`).
+        fused: of joint fused ops, with methods ``stand_ins`` and ``begin_call`` (see `HopperGroupedMLP`). Basic ops may
+            have a method ``check_parameters``, called in training when parameters have other names than before.
     """
     fuse, call = OperationFuser.maybe_fuse_ops, OperationFuser.__call__
 
@@ -58,6 +62,8 @@ def use_stand_ins(fused: type[Any]) -> None:
     ) -> None:
         if recipe is None and fuser.recipe_type not in (None, type(None)):
             _look_for_a_lost_recipe(fuser)
+        if is_grad_enabled:
+            _check_parameters(fuser)
         _follow_parameters(fuser)
         fuse(fuser, is_grad_enabled, recipe, input_, extra_inputs)
         fuser.__dict__[_ALONE] = _only_op(fuser, fused, recipe)
@@ -126,6 +132,26 @@ def put_parameters(module: torch.nn.Module, others: Mapping[int, torch.nn.Parame
             if isinstance(fuser, OperationFuser):
                 for params in (*fuser._basic_op_params, fuser._flat_basic_op_params):
                     params[:] = [others.get(id(param), param) for param in params]
+
+
+def missing_parameter(op: Any, name: str) -> ArgumentError:
+    """The error for an op that has a weight or bias, but not among its parameters."""
+    return ArgumentError(
+        f"{type(op).__name__}: {name} is not among its parameters, so nobody would get its gradient. Under torch's "
+        "FullyShardedDataParallel give use_orig_params=True, or use fully_shard. torch's parametrizations and pruning keep "
+        "what is trained elsewhere too; torch.func.functional_call with what they compute works."
+    )
+
+
+def _check_parameters(fuser: Any) -> None:
+    names = [tuple(op._parameters) for op in fuser._basic_ops]
+    if names == fuser.__dict__.get(_CHECKED):
+        return
+    for op in fuser._basic_ops:
+        check = getattr(op, "check_parameters", None)
+        if check is not None:
+            check()
+    fuser.__dict__[_CHECKED] = names
 
 
 def _follow_parameters(fuser: Any) -> None:
