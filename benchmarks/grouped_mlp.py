@@ -289,7 +289,8 @@ def dense_ways(case: Case, only: Sequence[str]) -> dict[str, dict[str, Step]]:
         "QuACK with activations, its tiles": with_activations(own_tiles=True, one_by_one=False),
         "QuACK with activations, its tiles, one by one": with_activations(own_tiles=True, one_by_one=True),
     }
-    ways |= {} if case.bias else without_bias
+    if not case.bias:
+        ways |= without_bias
     return {name: make() for name, make in ways.items() if any(text in name for text in only)}
 
 

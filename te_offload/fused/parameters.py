@@ -25,12 +25,13 @@ def first_weight(op: Any) -> torch.nn.Parameter:
     Raises:
         ArgumentError: the op has none, since someone keeps its weights elsewhere; not in evaluation.
     """
-    name = "weight" if op.single_grouped_weight else "weight0"
-    weight: torch.nn.Parameter = op._parameters[name] if name in op._parameters else _kept_elsewhere(op, name)
+    weight: torch.nn.Parameter = _parameter(op, "weight" if op.single_grouped_weight else "weight0")
     return weight
 
 
-def _kept_elsewhere(op: Any, name: str) -> Any:
+def _parameter(op: Any, name: str) -> Any:
+    if name in op._parameters:
+        return op._parameters[name]
     if torch.is_grad_enabled():
         raise te_adapter.missing_parameter(op, name)
     return getattr(op, name)
@@ -67,15 +68,13 @@ def registered(op: Any, weights: list[torch.nn.Parameter]) -> list[torch.nn.Para
 
 def _of_each_expert(op: Any, name: str, *, together: bool) -> list[torch.nn.Parameter]:
     if together:
-        return [op._parameters[name]]
+        return [_parameter(op, name)]
     if op.num_groups == 1:
-        only = f"{name}0"
-        return [op._parameters[only] if only in op._parameters else _kept_elsewhere(op, only)]
+        return [_parameter(op, f"{name}0")]
     try:
         return list(_getter(name, op.num_groups)(op._parameters))
     except KeyError:
-        names = [f"{name}{number}" for number in range(op.num_groups)]
-        return [op._parameters[one] if one in op._parameters else _kept_elsewhere(op, one) for one in names]
+        return [_parameter(op, f"{name}{number}") for number in range(op.num_groups)]
 
 
 @functools.cache
@@ -100,13 +99,11 @@ def bias(op: Any, dtype: torch.dtype) -> torch.Tensor | None:
     """Biases (N, out_features), if there are any; a copy of separate ones."""
     if not op.has_bias:
         return None
-    packed: torch.Tensor
-    if not op.single_grouped_bias:
+    if not op.single_grouped_bias:  # Transformer Engine's way takes the host a microsecond more for each
         apart = _of_each_expert(op, "bias", together=False)
         if _PLAIN.issuperset(map(type, apart)) and len(set(map(_DTYPE, apart))) == 1:
-            packed = torch.stack(tuple(apart)).detach()  # Transformer Engine's way takes the host 2.5 us more for each
-            return packed.to(dtype)
-    packed = op._get_packed_bias_tensor(dtype).detach()
+            return torch.stack(tuple(apart)).detach().to(dtype)
+    packed: torch.Tensor = op._get_packed_bias_tensor(dtype).detach()
     return packed
 
 
