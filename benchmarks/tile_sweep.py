@@ -39,6 +39,7 @@ from te_offload.fused.kernels.sm90_tiles import Regime, entry_of, tile_for
 REST_S = 0.01
 _WGRAD = "192t/32 192t/32@1x2 192t/32@2x1 256/32@1x2 256/32@2x1 128t/32@1x2 160t/32@1x2"
 _BLOCKS = "128 128@1x2 128@2x1 128a 128a@1x2 128a@2x1"
+_WIDE = f"{_BLOCKS} 192 192@1x2 192a 192a@1x2"
 _FAST = "208t 208t@1x2 208t@2x1 192t 192t@1x2 192t@2x1 176t@1x2 160t@1x2"
 _BF16 = {
     "fc1": "208t 208t@1x2 208t@2x1 192t 192t@1x2 192t@2x1 176t 176t@1x2 160t@1x2 256@1x2 256@2x1",
@@ -55,12 +56,12 @@ _GATED = {
 CANDIDATES: dict[tuple[str, str], dict[str, str]] = {
     ("bf16", "srelu"): _BF16,
     ("bf16", "swiglu"): _BF16 | _GATED,
-    ("current", "srelu"): {"fc1": _FAST, "fc2": _FAST, "dact": _BLOCKS, "dgrad": _BLOCKS, "wgrad": _BLOCKS},
-    ("blocks", "srelu"): dict.fromkeys(("fc1", "fc2", "dact", "dgrad", "wgrad"), _BLOCKS),
+    ("current", "srelu"): {"fc1": _FAST, "fc2": _FAST, "dact": _WIDE, "dgrad": _WIDE, "wgrad": _WIDE},
+    ("blocks", "srelu"): {**dict.fromkeys(("fc1", "fc2", "dact", "dgrad"), _WIDE), "wgrad": _BLOCKS},
 }
 CANDIDATES["current", "swiglu"] = CANDIDATES["current", "srelu"] | {"fc1": "192t 192t@1x2 192t@2x1 128t@1x2 256@1x2"}
-CANDIDATES["blocks", "swiglu"] = CANDIDATES["blocks", "srelu"]
-"""By recipe and activation, then by product; those of FP8 with sums in float32 have 128 columns."""
+CANDIDATES["blocks", "swiglu"] = CANDIDATES["blocks", "srelu"] | {"fc1": _BLOCKS}
+"""By recipe and activation, then by product; by blocks weight gradients, and FC1 in pairs, take 128 columns alone."""
 
 
 class Shape(NamedTuple):
@@ -145,7 +146,8 @@ class Result(NamedTuple):
 
 def _name_in_fp8(recipe: str, name: str) -> str:
     if recipe == "blocks":
-        return {"dact": "blocks dact", "dglu": "blocks dact", "wgrad": "blocks wgrad"}.get(name, "blocks")
+        named = {"glu": "blocks pairs", "dact": "blocks dact", "dglu": "blocks dact", "wgrad": "blocks wgrad"}
+        return named.get(name, "blocks")
     sums = "fast" if name in ("fc1", "fc2", "glu") else "split"
     return f"fp8 {sums} {name}" if name in ("dact", "wgrad", "glu", "dglu") else f"fp8 {sums}"
 

@@ -88,8 +88,9 @@ def test_every_fp8_kernel_compiles_for_sm_90a(running: Running) -> None:
     # fc1_dgrad, three wgrads; for many tokens other tiles of all but FC2 and fc1_dgrad
     # of three gated ones fc1 with and without bias, fc2_dgrad, what the gate makes and the columns of that; for both orders
     # of columns what is in pairs, with columns and without; quantizers of rows and of weights, both ways round or one
-    assert printed.count("16 launches") == 2 and printed.count(" 8 launches") == 1 and printed.count("12 launches") == 3
-    assert kernels == 2 * 3 + 1 + 1 + 3 + 1 + 3 + (2 + 1 + 1 + 3) + 3 * (3 + 2) + 2 * 2 + 2 * 2
+    # in tiles of 192 columns fc2_dgrad for all five activations, and three wgrads
+    assert [printed.count(f" {count} launches") for count in (21, 10, 16, 14)] == [1, 1, 1, 3]
+    assert kernels == 2 * 3 + 1 + 1 + 3 + 1 + 3 + (2 + 1 + 1 + 3) + 3 * (3 + 2) + 2 * 2 + 2 * 2 + (5 + 3)
 
 
 def test_every_kernel_of_fp8_by_blocks_compiles_for_sm_90a(running: Running) -> None:
@@ -99,9 +100,9 @@ def test_every_kernel_of_fp8_by_blocks_compiles_for_sm_90a(running: Running) -> 
     # and both; for many tokens other tiles of all products but those with a bias
     # of each of three gated ones fc2_dgrad, apart and together, what it makes, and the columns of that; for both orders of
     # columns fc1 with and without bias, and what is in pairs, with columns and without
-    assert "17 launches" in printed and "15 launches" in printed and " 6 launches" in printed
-    assert printed.count("11 launches") == 3
-    assert kernels == 3 + 4 + 1 + 3 + 3 + 2 + 1 + 2 + (1 + 1 + 3) + 3 * 4 + 2 * (2 + 2)
+    # in tiles of 192 columns fc2_dgrad for all five activations, and a product without a bias
+    assert [printed.count(f" {count} launches") for count in (20, 8, 15, 13)] == [1, 1, 1, 3]
+    assert kernels == 3 + 4 + 1 + 3 + 3 + 2 + 1 + 2 + (1 + 1 + 3) + 3 * 4 + 2 * (2 + 2) + (5 + 1)
 
 
 @pytest.mark.parametrize("part", PARTS[1:])

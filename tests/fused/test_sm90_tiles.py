@@ -199,7 +199,9 @@ def test_fp8_shares_operands_in_clusters_whose_columns_fit() -> None:
 
 
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)
-@pytest.mark.parametrize("product", ["blocks", "blocks wgrad", "fp8 split", "fp8 split dact", "fp8 split wgrad"])
+@pytest.mark.parametrize(
+    "product", ["blocks", "blocks pairs", "blocks wgrad", "fp8 split", "fp8 split dact", "fp8 split wgrad"]
+)
 def test_tiles_are_blocks_where_fp8_is_summed_in_float32(product: str, regime: sm90_tiles.Regime) -> None:
     tiles = {sm90_tiles.tile_for(product, regime, 2048, width, depth) for width in WIDTHS for depth in (1408, 14336)}
     assert {tile[:2] for tile in tiles} == {(128, 128)} and not any(tile.pingpong for tile in tiles)
@@ -214,7 +216,7 @@ def test_blocks_share_rows_with_the_next_one_where_columns_are_even_and_weights_
 
 
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)
-@pytest.mark.parametrize("product", ["blocks", "blocks wgrad", "fp8 split dact", "fp8 split wgrad"])
+@pytest.mark.parametrize("product", ["blocks", "blocks pairs", "blocks wgrad", "fp8 split dact", "fp8 split wgrad"])
 def test_warp_groups_store_apart_where_sums_are_of_float32(product: str, regime: sm90_tiles.Regime) -> None:
     assert sm90_tiles.tile_for(product, regime, 2048, 1408, 512).apart
 

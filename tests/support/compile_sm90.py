@@ -39,10 +39,12 @@ from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.interface import Activation, Gate, Gated, SquaredReLU, TileCount
+from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 
 EXPERTS, HIDDEN, FFN, DEEP_FFN = 4, 2048, 1408, 2688
 FEW, USUAL, MANY = 512, 2048, 8192  # tokens, for which other tiles are taken
+WIDE = Tile(128, 192, 1, 2, apart=True)  # as benchmarks.fp8_tiles may ask for it, with usual numbers of tokens
 
 
 class Launches:
@@ -148,6 +150,11 @@ def compile_glu(dtype: torch.dtype, activation: Gated, tokens: int) -> int:
     return launches.count
 
 
+def wide_only(*_: object) -> Tile:
+    """For all products."""
+    return WIDE
+
+
 def compile_fp8(activation: Activation, tokens: int) -> int:
     """The same of what FP8 takes beside that: sums in the tensor cores forward, in float32 backward."""
     launches = Launches()
@@ -184,6 +191,8 @@ def compile_fp8(activation: Activation, tokens: int) -> int:
         given = x, of_fc1, None, scales, offsets, torch.bfloat16, delayed, x.inverses
         kernels.fc1_given(*given, fast=True, count=count)
     dact_input, *_, orders = kernels.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
+    if tokens == USUAL:
+        type(kernels)(activation, wide_only).fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
     if gated:
         vars(fp8)["scales_of"] = lambda *_, **__: (x.inverses, scales, scales)
         found: dict[str, Any] = {"weights": x.inverses, "magnitudes": scales[:, None]}
@@ -202,7 +211,10 @@ def compile_fp8(activation: Activation, tokens: int) -> int:
     kernels.linear_fp8(grads, of_fc1.columns, y, offsets, fast=False, count=orders.fc1_dgrad)
     for out_dtype, accumulate in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
         out = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=out_dtype), table)
-        kernels.wgrad_fp8(dy, hidden, offsets, out, accumulate=accumulate, fast=False, order=orders.fc2_wgrad)
+        of_grads: dict[str, Any] = {"accumulate": accumulate, "fast": False, "order": orders.fc2_wgrad}
+        kernels.wgrad_fp8(dy, hidden, offsets, out, **of_grads)
+        if tokens == USUAL:
+            type(kernels)(activation, wide_only).wgrad_fp8(dy, hidden, offsets, out, **of_grads)
     return launches.count
 
 
@@ -245,6 +257,10 @@ def compile_blocks(activation: Activation, tokens: int) -> int:
     if tokens == USUAL:  # as benchmarks.fp8_tiles may ask for it
         apart = type(kernels)(activation, lambda *shape: sm90_tiles.tile_for(*shape)._replace(apart=True))
         apart.fc2_dgrad_blocks(rows(hidden_size), of_fc2, act_input, router, offsets)
+        wide_tiles = type(kernels)(activation, wide_only)
+        wide_tiles.fc2_dgrad_blocks(rows(hidden_size), of_fc2, act_input, router, offsets)
+        if activation == SquaredReLU():
+            wide_tiles.fc1_linear(rows(hidden_size), of_fc1, None, act_input, offsets, count)
     if gated:
         biases = empty(EXPERTS, wide, dtype=torch.bfloat16)
         ways: dict[str, Any] = {"offsets": (offsets, offsets), "dtype": torch.bfloat16, "scaling": scaling}

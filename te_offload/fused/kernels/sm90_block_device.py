@@ -181,7 +181,7 @@ class _Scaled(SplitSums):
         """A fragment is ((2, 2, columns / 8), rows / 64, columns / 128): its rows are the second number of the first mode,
         and the second mode.
         """
-        by_row, by_column = factors
+        by_row, by_column = factors  # each row's is for all columns, or for a group of eight
         for m in cutlass.range_constexpr(cute.size(acc.shape, mode=[1])):
             for n in cutlass.range_constexpr(cute.size(acc.shape, mode=[2])):
                 for j in cutlass.range_constexpr(cute.size(acc.shape[0][2])):
@@ -189,20 +189,26 @@ class _Scaled(SplitSums):
                         for i in cutlass.range_constexpr(2):
                             at = ((i, r, j), m, n)
                             if const_expr(by_column is None):
-                                acc_slow[at] = acc_slow[at] + acc[at] * by_row[r, m]
+                                acc_slow[at] = acc_slow[at] + acc[at] * by_row[r, m, j]
                             else:
                                 acc_slow[at] = acc_slow[at] + acc[at] * (by_row[r, m] * by_column[i, j, n])
 
 
 class RowScales(_Scaled, WeightsByTable):
-    """A's are by row, B's one a tile."""
+    """A's are by row; B's one a tile that is a block, in a wider one of each half of a block."""
 
     _beside = (*_Scaled._beside, SCALE_TABLE)
+    _widths: tuple[int, ...] = (BLOCK, BLOCK + BLOCK // 2)
 
     def count(self, acc: Any) -> Any:
-        """Those of a thread's rows, and the weight's."""
-        assert self.cta_tile_shape_mnk[1:] == (BLOCK, BLOCK) and not self.pingpong, "a tile is a block"
-        return 2 * cute.size(acc.shape, mode=[1]) + 1
+        """Those of a thread's rows, and the weights'."""
+        _, columns, depth = self.cta_tile_shape_mnk
+        assert columns in self._widths and depth == BLOCK and not self.pingpong, f"tiles have {self._widths} columns"
+        return 2 * cute.size(acc.shape, mode=[1]) + self._parts()
+
+    def _parts(self) -> int:
+        columns = self.cta_tile_shape_mnk[1]
+        return 1 if columns == BLOCK else columns // (BLOCK // 2)
 
     @cute.jit
     def places(self, acc, coords):
@@ -220,8 +226,12 @@ class RowScales(_Scaled, WeightsByTable):
 
     @cute.jit
     def weights(self, weight):
-        """Where the scales of the tile's columns begin."""
-        return (self._noted.operand.more[1][weight, self._noted.tile[1], None].iterator,)
+        """Where the scales of the tile's columns begin, part by part."""
+        b_scales, tile, parts = self._noted.operand.more[1], self._noted.tile[1], self._parts()
+        if const_expr(parts == 1):
+            return (b_scales[weight, tile, None].iterator,)
+        last = b_scales.shape[1] - 1
+        return tuple(b_scales[weight, cutlass.min((tile * parts + i) // 2, last), None].iterator for i in range(parts))
 
     @cute.jit
     def load(self, found, acc, places, k_tile, last):
@@ -238,13 +248,17 @@ class RowScales(_Scaled, WeightsByTable):
             found[2 * count + i] = (weights[i] + own).load()
 
     def prepare(self, acc: Any, found: Any) -> Any:
-        """Of both tiles of K and each row: both inverse scales."""
+        """Of both tiles of K, of each row and part of the columns: both inverse scales."""
         count = 2 * cute.size(acc.shape, mode=[1])
-        return of_both([found[i] * found[count] for i in range(count)])
+        return of_both([found[i] * found[count + part] for part in range(self._parts()) for i in range(count)])
 
-    def factors(self, acc: Any, prepared: Any, one: int, turn: Any) -> Any:
-        """Of one tile of K."""
-        return prepared[one], None
+    @cute.jit
+    def factors(self, acc, prepared, one, turn):
+        """Of one tile of K: of each row, and of each group of eight columns."""
+        parts, rows = const_expr(self._parts()), const_expr(cute.size(acc.shape, mode=[1]))
+        groups = const_expr(cute.size(acc.shape[0][2]))
+        shape = (2, rows, (groups // parts, parts))
+        return cute.make_tensor(prepared[one].iterator, cute.make_layout(shape, stride=(1, 2, (0, 2 * rows)))), None
 
 
 class BothScales(_Scaled, GradsByTable):

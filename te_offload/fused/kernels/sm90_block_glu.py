@@ -16,6 +16,7 @@ from te_offload.fused.kernels.block_interface import BlockNumbers
 from te_offload.fused.kernels.interface import Gated
 from te_offload.fused.kernels.pairs import to_pairs
 from te_offload.fused.kernels.sm90_blocks import Sm90BlockKernels
+from te_offload.fused.kernels.sm90_fp8 import Way
 from te_offload.ops.scaling import BlockScaling
 
 
@@ -36,14 +37,14 @@ class Sm90BlockGluKernels(Sm90BlockKernels):
         assert rows is not None
         return rows, found
 
-    def _fc1_way(self, *, bias: bool) -> tuple[type[Any], dict[str, Any]]:
+    def _fc1_way(self, *, bias: bool) -> Way:
         kernels = sm90_block_glu_device
         kernel = kernels.PairedBlockBiasGemm if bias else kernels.PairedBlockGemm
-        return kernel, {"pairs": self._gated.interleave}
+        return Way(kernel, "blocks pairs", {"pairs": self._gated.interleave})
 
-    def _dact_way(self) -> tuple[type[Any], dict[str, Any]]:
+    def _dact_way(self) -> Way:
         name = sm90_block_glu_device.dact_name(self._gated.gate)
-        return getattr(sm90_block_glu_device, name), {"packed": True}
+        return Way(getattr(sm90_block_glu_device, name), "blocks dact", {"packed": True})
 
     def _as_read(self, bias: torch.Tensor) -> torch.Tensor:
         return to_pairs(bias, self._gated.interleave)

@@ -32,6 +32,8 @@ HALF_TILE = 64
 class PairedRowScales(Paired, RowScales):
     """As `RowScales`, where B's rows are pairs: their first and second numbers have a scale each."""
 
+    _widths = (2 * HALF_TILE,)
+
     def make_tma_load_atoms_and_tensors(self, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         """QuACK's."""
         return super().make_tma_load_atoms_and_tensors(a, self.paired(b, 0), *args, **kwargs)

@@ -20,8 +20,8 @@ from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights,
 from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.interface import Activation, Orders, TileCount, TileOrder
 from te_offload.fused.kernels.sm90 import Sm90Kernels
-from te_offload.fused.kernels.sm90_block_device import BLOCK
 from te_offload.fused.kernels.sm90_experts import TABLE
+from te_offload.fused.kernels.sm90_fp8 import Way
 from te_offload.fused.kernels.sm90_launch import Tile
 from te_offload.fused.kernels.sm90_tiles import tile_for
 from te_offload.ops.scaling import BlockScaling
@@ -123,18 +123,18 @@ class Sm90BlockKernels(Sm90Kernels):
         count: TileCount | None = None,
     ) -> None:
         """See `BlockKernels.fc1_linear`."""
-        kernel, ways = self._fc1_way(bias=bias is not None)
+        way = self._fc1_way(bias=bias is not None)
         values = {} if bias is None else {"bias": self._as_read(bias)}
-        self._multiply(kernel, x, weights.rows, out, None, values, offsets, count, **ways)
+        tile = self._block_tile(way.product, x, weights.rows, out)
+        self._multiply(way.kernel, tile, x, weights.rows, out, None, values, offsets, count, **way.more)
 
-    def _fc1_way(self, *, bias: bool) -> tuple[type[Any], dict[str, Any]]:
-        """The kernel, and what its launch takes beside tensors."""
-        return getattr(sm90_block_device, "BlockBiasGemm" if bias else "BlockGemm"), {}
+    def _fc1_way(self, *, bias: bool) -> Way:
+        return Way(getattr(sm90_block_device, "BlockBiasGemm" if bias else "BlockGemm"), "blocks")
 
-    def _dact_way(self) -> tuple[type[Any], dict[str, Any]]:
-        """As `_fc1_way`, of FC2's dgrad with the activation's."""
+    def _dact_way(self) -> Way:
+        """Of FC2's dgrad with the activation's."""
         tanh = "" if self._activation.clamp is None else "Tanh"
-        return getattr(sm90_block_device, f"BlockD{tanh}SReLUGemm"), {}
+        return Way(getattr(sm90_block_device, f"BlockD{tanh}SReLUGemm"), "blocks dact")
 
     def _as_read(self, bias: torch.Tensor) -> torch.Tensor:
         """FC1's bias in the order in which its kernels have columns."""
@@ -157,7 +157,8 @@ class Sm90BlockKernels(Sm90Kernels):
             name, values = "BlockBiasGemm", {"bias": bias}
             if bias_scales is not None:
                 name, values = "BlockScaledBiasGemm", {"bias": bias, "scale": bias_scales}
-        self._multiply(getattr(sm90_block_device, name), x, weights, out, None, values, offsets, count)
+        tile = self._block_tile("blocks", x, weights, out)
+        self._multiply(getattr(sm90_block_device, name), tile, x, weights, out, None, values, offsets, count)
 
     def fc2_dgrad_blocks(
         self,
@@ -168,13 +169,13 @@ class Sm90BlockKernels(Sm90Kernels):
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Orders]:
         """See `BlockKernels.fc2_dgrad_blocks`."""
-        dact_input, columns = torch.empty_like(act_input), weights.columns.numbers.view.shape[1]
-        parts = act_input.new_empty(act_input.shape[0], -(-columns // BLOCK), dtype=torch.float32)
-        values, (kernel, ways) = {"scale": router, "dscale": parts, **self._numbers()}, self._dact_way()
+        dact_input, way, numbers = torch.empty_like(act_input), self._dact_way(), weights.columns.numbers
+        product = act_input[:, : numbers.view.shape[1]]  # of pairs act_input has twice as many columns
+        tile = self._block_tile(way.product, dy, weights.columns, product)
+        parts = act_input.new_empty(act_input.shape[0], tile.parts(product.shape[1]), dtype=torch.float32)
+        values = {"scale": router, "dscale": parts, **self._numbers()}
         count = self._backward_count(offsets)
-        self._multiply(
-            kernel, dy, weights.columns, dact_input, act_input, values, offsets, count, "blocks dact", **ways
-        )
+        self._multiply(way.kernel, tile, dy, weights.columns, dact_input, act_input, values, offsets, count, **way.more)
         return dact_input, *self._sums(parts, offsets, count)
 
     def wgrad_blocks(
@@ -200,9 +201,13 @@ class Sm90BlockKernels(Sm90Kernels):
         """See `BlockKernels.padded_offsets`."""
         return fp8.padded_offsets(offsets)
 
+    def _block_tile(self, product: str, x: BlockNumbers, weights: blocks.Weights, out: torch.Tensor) -> Tile:
+        return self._tile(product, x.numbers.view(x.shape), weights.numbers, out)
+
     def _multiply(
         self,
         kernel: type[Any],
+        tile: Tile,
         x: BlockNumbers,
         weights: blocks.Weights,
         out: torch.Tensor,
@@ -210,14 +215,12 @@ class Sm90BlockKernels(Sm90Kernels):
         values: dict[str, Any],
         offsets: torch.Tensor,
         count: TileCount | None,
-        product: str = "blocks",
         **ways: Any,
     ) -> None:
         numbers, inverses = weights.numbers, weights.inverses
         values = values | {"a_scales": _indexed(x), "b_scales": inverses.view, "starts": offsets}
         values |= {TABLE: numbers.table, sm90_block_device.SCALE_TABLE: inverses.table}
         rows = x.numbers.view(_E4M3).view(x.shape)
-        tile = self._tile(product, rows, numbers, out)
         self._launch(kernel, tile, rows, numbers.view.view(_E4M3), out, c, values, offsets, count, **ways)
 
 

@@ -7,7 +7,8 @@ tile's K (128) is added in float32 to what the tiles before it gave, in their or
 QuACK's own loop begins with one tile of K outside of it. Where K is a number of tokens, which may be none, ptxas then waits
 for the tensor cores after each of their instructions. Here all tiles are in the loop, two at a time: they go into two sets
 of registers, so that one is added up while the tensor cores fill the other. No instruction is in flight when a turn of the
-loop ends: ptxas would wait after each one again.
+loop ends: ptxas would wait after each one again. A tile of more than 128 columns leaves no room for a second set: its tiles
+of K come one at a time, and while one warp group adds the other one's products run (`sm90_apart`).
 """
 
 from __future__ import annotations
@@ -101,10 +102,10 @@ class SplitSums:
             ab_pipeline.consumer_wait(ab_read_state)
             self.begin_turn(warp_group_idx)
             mma_fn(A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=True)
+            self.end_turn(warp_group_idx)  # the other group's products stand in line behind these
             ab_read_state.advance()
             self.publish(prepared, k_tile % 2)
             warpgroup.wait_group(0)
-            self.end_turn(warp_group_idx)
             ab_pipeline.consumer_release(ab_release_state)
             ab_release_state.advance()
             self.add(acc, acc_slow, self.factors(acc, prepared, 0, k_tile % 2))

@@ -228,6 +228,9 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ("blocks", Regime.USUAL): _BLOCKS_APART,
     ("blocks deep", Regime.USUAL): _BLOCKS_APART,
     ("blocks deep", Regime.MANY): _SPLIT_MANY,
+    ("blocks pairs", Regime.USUAL): _BLOCKS_APART,
+    ("blocks pairs deep", Regime.USUAL): _BLOCKS_APART,
+    ("blocks pairs deep", Regime.MANY): _SPLIT_MANY,
     ("blocks dact", Regime.USUAL): _SINGLE_BLOCK,
     ("blocks dact deep", Regime.USUAL): _SINGLE_BLOCK,
     ("blocks dact deep", Regime.MANY): _BLOCKS_ABOVE,
@@ -351,7 +354,7 @@ def tile_for(
             ``"dgrad"``: FC1's; ``"wgrad"``. ``"glu"`` and ``"dglu"``: for ``"fc1"`` and ``"dact"`` with a gated
             activation. In FP8 with sums in the tensor cores ``"fp8 fast"``: FC1, FC2 and FC1's dgrad,
             ``"fp8 fast dact"`` and ``"fp8 fast wgrad"``; with sums in float32 the same with ``split`` for ``fast``; by
-            blocks ``"blocks"``: all by row but ``"blocks dact"``, and ``"blocks wgrad"``.
+            blocks ``"blocks"``: all by row but ``"blocks dact"`` and gated FC1, ``"blocks pairs"``; and ``"blocks wgrad"``.
         regime: of the tokens an expert.
         rows, columns: of the result; rows ``None``: the same for all tiles. depth: products a sum, where
             they are as many for all tiles. quick_memory: of the card (`machine.has_quick_memory`).
