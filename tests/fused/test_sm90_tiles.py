@@ -215,6 +215,15 @@ def test_blocks_share_rows_with_the_next_one_where_columns_are_even_and_weights_
     assert sm90_tiles.tile_for("blocks", many, None, 1408, 2048)[2:4] == (1, 1)  # 11 of them
 
 
+def test_long_sums_by_blocks_share_rows_though_it_pads_their_columns_where_experts_have_usual_numbers_of_tokens() -> None:
+    def cluster(columns: int, regime: sm90_tiles.Regime = sm90_tiles.Regime.USUAL, depth: int = 2880) -> tuple[int, int]:
+        return sm90_tiles.tile_for("blocks", regime, None, columns, depth)[2:4]
+
+    assert cluster(2880) == (1, 2)  # 24 tiles of 128 columns for 23
+    assert cluster(640) == (1, 1)  # six for five
+    assert cluster(2688, sm90_tiles.Regime.MODEST) == cluster(2688, depth=1408) == (1, 1)  # 22 for 21
+
+
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)
 @pytest.mark.parametrize("product", ["blocks", "blocks pairs", "blocks wgrad", "fp8 split dact", "fp8 split wgrad"])
 def test_warp_groups_store_apart_where_sums_are_of_float32(product: str, regime: sm90_tiles.Regime) -> None:
