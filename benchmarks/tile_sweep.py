@@ -281,6 +281,12 @@ def read(paths: Iterable[Path]) -> list[Row]:
     return [Row(**row) for path in paths for row in json.loads(path.read_text())["rows"]]
 
 
+def write(rows: Iterable[Row], path: Path | None) -> None:
+    """If asked for, as `read` has it."""
+    if path is not None:
+        path.write_text(json.dumps({"schema": "1.1", "rows": [row._asdict() for row in rows]}) + "\n")
+
+
 def main() -> None:
     """Run or fit, print, write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -301,15 +307,14 @@ def main() -> None:
     for shape in arguments.shapes:
         new = sweep(arguments.recipe, arguments.activation, shape, arguments.products or known, arguments.rounds)
         rows += new
+        write(rows, arguments.json)  # a later shape may not be reached
         for cell in cells_of(new):
             best = min(cell.times, key=cell.excess)
             used = f"{cell.in_use} +{cell.excess(cell.in_use):.1%}" if cell.in_use else f"{cell.result.tile}"
             print(f"{cell.label}: {best} {cell.times[best]:.3f} ms; in use {used}", flush=True)
     if rows:
         say_fit(cells_of(rows))
-    if arguments.json:
-        result = {"schema": "1.1", "rows": [row._asdict() for row in rows]}
-        arguments.json.write_text(json.dumps(result) + "\n")
+    write(rows, arguments.json)
 
 
 if __name__ == "__main__":

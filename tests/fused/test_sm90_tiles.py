@@ -215,8 +215,12 @@ def test_blocks_share_rows_with_the_next_one_where_columns_are_even_and_weights_
     assert sm90_tiles.tile_for("blocks", many, None, 1408, 2048)[2:4] == (1, 1)  # 11 of them
 
 
-def test_long_sums_by_blocks_share_rows_though_it_pads_their_columns_where_experts_have_usual_numbers_of_tokens() -> None:
-    def cluster(columns: int, regime: sm90_tiles.Regime = sm90_tiles.Regime.USUAL, depth: int = 2880) -> tuple[int, int]:
+def test_long_sums_by_blocks_share_rows_though_it_pads_their_columns_where_experts_have_usual_numbers_of_tokens() -> (
+    None
+):
+    def cluster(
+        columns: int, regime: sm90_tiles.Regime = sm90_tiles.Regime.USUAL, depth: int = 2880
+    ) -> tuple[int, int]:
         return sm90_tiles.tile_for("blocks", regime, None, columns, depth)[2:4]
 
     assert cluster(2880) == (1, 2)  # 24 tiles of 128 columns for 23

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is not installed here")
 
@@ -131,6 +132,24 @@ def test_a_card_with_quick_memory_is_swept_and_fitted_apart(
     tile_sweep.say_fit(cells)
     labels = [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()[2:]]
     assert labels == ["| fc2, few", "| fc2, few, quick memory"]
+
+
+def test_times_of_shapes_that_were_swept_are_kept_when_a_later_one_ends_the_sweep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = tile_sweep.Row("bf16", "srelu", [64, 2048, 1408, 32768], "even", "fc1", "208t", 1.0, 1.0)
+    found: list[list[tile_sweep.Row]] = [[row]]
+
+    def sweep(*_: object) -> list[tile_sweep.Row]:
+        return found.pop()  # an IndexError for the second shape
+
+    path = tmp_path / "times.json"
+    monkeypatch.setattr(tile_sweep, "sweep", sweep)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr("sys.argv", ["tile_sweep", "64,2048,1408,32768", "8,4096,14336,16384", "--json", str(path)])
+    with pytest.raises(IndexError):
+        tile_sweep.main()
+    assert tile_sweep.read([path]) == [row]
 
 
 def test_tiles_in_use_are_among_the_quickest_of_every_sweep() -> None:

@@ -94,8 +94,7 @@ class SplitSums:
         self.load(ahead, acc, places, Int32(0), last)
         ab_release_state = ab_read_state.clone()
         acc_slow.fill(0.0)
-        pairs = const_expr(cute.size(acc.shape) <= _REGISTERS)
-        alone = k_tile_cnt % 2 if const_expr(pairs) else k_tile_cnt
+        alone = k_tile_cnt % 2
         for k_tile in cutlass.range(0, alone, unroll=1):
             prepared = self.prepare(acc, ahead)
             self.load(ahead, acc, places, k_tile + 1, last)
@@ -109,7 +108,23 @@ class SplitSums:
             ab_pipeline.consumer_release(ab_release_state)
             ab_release_state.advance()
             self.add(acc, acc_slow, self.factors(acc, prepared, 0, k_tile % 2))
-        if const_expr(pairs):
+        if const_expr(cute.size(acc.shape) > _REGISTERS):
+            for k_tile in cutlass.range(alone, k_tile_cnt, 2, unroll=1):
+                prepared = self.prepare(acc, ahead)
+                self.load(ahead, acc, places, k_tile + 2, last)
+                for one in cutlass.range_constexpr(2):
+                    ab_pipeline.consumer_wait(ab_read_state)
+                    self.begin_turn(warp_group_idx)
+                    mma_fn(A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=True)
+                    self.end_turn(warp_group_idx)
+                    ab_read_state.advance()
+                    if const_expr(one == 0):
+                        self.publish(prepared, (k_tile + 1) // 2 % 2)
+                    warpgroup.wait_group(0)
+                    ab_pipeline.consumer_release(ab_release_state)
+                    ab_release_state.advance()
+                    self.add(acc, acc_slow, self.factors(acc, prepared, one, (k_tile + 1) // 2 % 2))
+        else:
             other = cute.make_rmem_tensor(acc.shape, Float32)
             sums = [acc, other]
             products = [mma_fn, partial(mma_fn.func, mma_fn.args[0], other, *mma_fn.args[2:])]
