@@ -28,13 +28,14 @@ linears have biases, FC2's times the router's scales, and only ours and Transfor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,18 @@ def dense_ways(case: Case, only: Sequence[str]) -> dict[str, dict[str, Step]]:
     return {name: make() for name, make in ways.items() if any(text in name for text in only)}
 
 
+@contextlib.contextmanager
+def memory_for(shape: str) -> Iterator[None]:
+    """Raises `SystemExit`, which says what to do, where the ways of a shape fill the card."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise SystemExit(
+            f"{shape}: the weights, results and graphs of all ways do not fit the card. Name fewer of them, as in --only"
+            f" 'te_offload, fused (ii)' 'ops (ii)', or fewer --tokens. {_first_line(error)}"
+        ) from error
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -345,23 +358,25 @@ def main() -> None:
     os.environ |= {hopper.SWITCH: "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
     single = arguments.single_grouped_weight
     size = arguments.experts, arguments.hidden, arguments.ffn, arguments.tokens
+    shape = f"E{arguments.experts} H{arguments.hidden} F{arguments.ffn} T{arguments.tokens}"
     floor: dict[str, float] = {}
     offloaded: dict[str, int] = {}
     if arguments.recipe and arguments.bias:
         parser.error("--bias is measured without a recipe.")
-    if arguments.recipe:
-        from benchmarks.fp8_mlp import Fp8Case
+    with memory_for(shape):
+        if arguments.recipe:
+            from benchmarks.fp8_mlp import Fp8Case
 
-        make = RECIPES[arguments.recipe].make
-        assert make is not None
-        sizes = split(arguments.experts, arguments.tokens, skew=arguments.skew)
-        quantized = Fp8Case(*size, sizes, make(), gated=gated)
-        ways = quantized.ways(arguments.only)
-        floor = quantized.floor(milliseconds) if quantized.has_floor else {}
-        offloaded = quantized.offloaded()
-    else:
-        case = Case(*size, skew=arguments.skew, single=single, gated=gated, bias=arguments.bias)
-        ways = dense_ways(case, arguments.only)
+            make = RECIPES[arguments.recipe].make
+            assert make is not None
+            sizes = split(arguments.experts, arguments.tokens, skew=arguments.skew)
+            quantized = Fp8Case(*size, sizes, make(), gated=gated)
+            ways = quantized.ways(arguments.only)
+            floor = quantized.floor(milliseconds) if quantized.has_floor else {}
+            offloaded = quantized.offloaded()
+        else:
+            case = Case(*size, skew=arguments.skew, single=single, gated=gated, bias=arguments.bias)
+            ways = dense_ways(case, arguments.only)
     if not ways:
         raise SystemExit(f"No way has one of {arguments.only} in its name.")
     failures = {}
@@ -381,9 +396,9 @@ def main() -> None:
                 failures[f"{name}, {kind}"] = _first_line(error)
                 torch.cuda.synchronize()
                 break
-    medians = measure(ways, arguments.rounds, arguments.calls, arguments.lead)
+    with memory_for(shape):
+        medians = measure(ways, arguments.rounds, arguments.calls, arguments.lead)
     number = te_adapter.cublaslt_version()
-    shape = f"E{arguments.experts} H{arguments.hidden} F{arguments.ffn} T{arguments.tokens}"
     skewed = f", skewed routing, the {arguments.skew} expert takes half" if arguments.skew else ""
     skewed += (", one grouped weight" if single else "") + (", SwiGLU" if gated else "")
     skewed += ", biases" if arguments.bias else ""

@@ -1,13 +1,14 @@
-"""What the benchmark of the grouped MLP keeps of a captured step."""
+"""What the benchmark of the grouped MLP keeps of a captured step, and what it says of a full card."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
+import pytest
 import torch
 
-from benchmarks.grouped_mlp import without_graph
+from benchmarks.grouped_mlp import memory_for, without_graph
 
 
 class _Held:
@@ -34,3 +35,9 @@ def test_results_that_a_graph_keeps_hold_no_node_of_autograds() -> None:
     del results, y, held
     assert alive() is None
     assert torch.equal(kept[0], torch.full((3,), 2.0)) and kept[1][1] == "a word" and kept[2] is None
+
+
+def test_a_full_card_ends_the_benchmark_with_what_to_do() -> None:
+    said = r"^E32 H7168 F2048 T65536: .* --only .*, or fewer --tokens\. Tried to allocate 896\.00 MiB\.$"
+    with pytest.raises(SystemExit, match=said), memory_for("E32 H7168 F2048 T65536"):
+        raise torch.OutOfMemoryError("Tried to allocate 896.00 MiB.\nSee documentation")
