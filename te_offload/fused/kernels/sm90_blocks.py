@@ -23,7 +23,7 @@ from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_fp8 import Way
 from te_offload.fused.kernels.sm90_launch import Tile
-from te_offload.fused.kernels.sm90_tiles import tile_for
+from te_offload.fused.kernels.sm90_tiles import Regime, tile_for
 from te_offload.ops.scaling import BlockScaling
 
 _INDEXED = 2**31
@@ -125,7 +125,7 @@ class Sm90BlockKernels(Sm90Kernels):
         """See `BlockKernels.fc1_linear`."""
         way = self._fc1_way(bias=bias is not None)
         values = {} if bias is None else {"bias": self._as_read(bias)}
-        tile = self._block_tile(way.product, x, weights.rows, out)
+        tile = self._block_tile(way.product, x, weights.rows)
         self._multiply(way.kernel, tile, x, weights.rows, out, None, values, offsets, count, **way.more)
 
     def _fc1_way(self, *, bias: bool) -> Way:
@@ -157,7 +157,7 @@ class Sm90BlockKernels(Sm90Kernels):
             name, values = "BlockBiasGemm", {"bias": bias}
             if bias_scales is not None:
                 name, values = "BlockScaledBiasGemm", {"bias": bias, "scale": bias_scales}
-        tile = self._block_tile("blocks", x, weights, out)
+        tile = self._block_tile("blocks", x, weights)
         self._multiply(getattr(sm90_block_device, name), tile, x, weights, out, None, values, offsets, count)
 
     def fc2_dgrad_blocks(
@@ -169,10 +169,9 @@ class Sm90BlockKernels(Sm90Kernels):
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Orders]:
         """See `BlockKernels.fc2_dgrad_blocks`."""
-        dact_input, way, numbers = torch.empty_like(act_input), self._dact_way(), weights.columns.numbers
-        product = act_input[:, : numbers.view.shape[1]]  # of pairs act_input has twice as many columns
-        tile = self._block_tile(way.product, dy, weights.columns, product)
-        parts = act_input.new_empty(act_input.shape[0], tile.parts(product.shape[1]), dtype=torch.float32)
+        dact_input, columns, way = torch.empty_like(act_input), weights.columns.numbers.view.shape[1], self._dact_way()
+        tile = self._block_tile(way.product, dy, weights.columns)
+        parts = act_input.new_empty(act_input.shape[0], tile.parts(columns), dtype=torch.float32)
         values = {"scale": router, "dscale": parts, **self._numbers()}
         count = self._backward_count(offsets)
         self._multiply(way.kernel, tile, dy, weights.columns, dact_input, act_input, values, offsets, count, **way.more)
@@ -201,8 +200,10 @@ class Sm90BlockKernels(Sm90Kernels):
         """See `BlockKernels.padded_offsets`."""
         return fp8.padded_offsets(offsets)
 
-    def _block_tile(self, product: str, x: BlockNumbers, weights: blocks.Weights, out: torch.Tensor) -> Tile:
-        return self._tile(product, x.numbers.view(x.shape), weights.numbers, out)
+    def _block_tile(self, product: str, x: BlockNumbers, weights: blocks.Weights) -> Tile:
+        tokens, depth = x.shape
+        experts, columns = weights.numbers.table.shape[0], weights.numbers.view.shape[1]
+        return self._tile_for(product, Regime.of(tokens, experts), None, columns, depth)
 
     def _multiply(
         self,
