@@ -302,8 +302,8 @@ def memory_for(shape: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise SystemExit(
-            f"{shape}: the weights, results and graphs of all ways do not fit the card. Name fewer of them, as in --only"
-            f" 'te_offload, fused (ii)' 'ops (ii)', or fewer --tokens. {_first_line(error)}"
+            f"{shape}: the weights, results and graphs of all ways do not fit the card. Name fewer with --only (with"
+            f" a recipe as '(ii)'), or give fewer --tokens. {_first_line(error)}"
         ) from error
 
 

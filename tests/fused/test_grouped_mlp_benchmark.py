@@ -38,6 +38,6 @@ def test_results_that_a_graph_keeps_hold_no_node_of_autograds() -> None:
 
 
 def test_a_full_card_ends_the_benchmark_with_what_to_do() -> None:
-    said = r"^E32 H7168 F2048 T65536: .* --only .*, or fewer --tokens\. Tried to allocate 896\.00 MiB\.$"
+    said = r"^E32 H7168 F2048 T65536: .* --only .*, or give fewer --tokens\. Tried to allocate 896\.00 MiB\.$"
     with pytest.raises(SystemExit, match=said), memory_for("E32 H7168 F2048 T65536"):
         raise torch.OutOfMemoryError("Tried to allocate 896.00 MiB.\nSee documentation")

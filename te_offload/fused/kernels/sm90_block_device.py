@@ -203,7 +203,8 @@ class RowScales(_Scaled, WeightsByTable):
     def count(self, acc: Any) -> Any:
         """Those of a thread's rows, and the weights'."""
         _, columns, depth = self.cta_tile_shape_mnk
-        assert columns in self._widths and depth == BLOCK and not self.pingpong, f"tiles have {self._widths} columns"
+        assert columns in self._widths, f"tiles have {self._widths} columns"
+        assert depth == BLOCK and not self.pingpong, "a tile of K is a block, and both warp groups share a tile"
         return 2 * cute.size(acc.shape, mode=[1]) + self._parts()
 
     def _parts(self) -> int:

@@ -16,7 +16,7 @@ from te_offload.fused.kernels.block_interface import BlockNumbers
 from te_offload.fused.kernels.interface import Gated
 from te_offload.fused.kernels.pairs import to_pairs
 from te_offload.fused.kernels.sm90_blocks import Sm90BlockKernels
-from te_offload.fused.kernels.sm90_fp8 import Way
+from te_offload.fused.kernels.sm90_launch import Way
 from te_offload.ops.scaling import BlockScaling
 
 

@@ -21,8 +21,7 @@ from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.interface import Activation, Orders, TileCount, TileOrder
 from te_offload.fused.kernels.sm90 import Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
-from te_offload.fused.kernels.sm90_fp8 import Way
-from te_offload.fused.kernels.sm90_launch import Tile
+from te_offload.fused.kernels.sm90_launch import Tile, Way
 from te_offload.fused.kernels.sm90_tiles import Regime, tile_for
 from te_offload.ops.scaling import BlockScaling
 

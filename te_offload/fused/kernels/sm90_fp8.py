@@ -7,7 +7,7 @@ no split size reaches the host; no weight is copied; two runs give the same bits
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,23 +18,13 @@ from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeigh
 from te_offload.fused.kernels.interface import Activation, Orders, TileCount, TileOrder
 from te_offload.fused.kernels.sm90 import DTYPE_NAMES, Sm90Kernels
 from te_offload.fused.kernels.sm90_experts import TABLE
-from te_offload.fused.kernels.sm90_launch import Tile
+from te_offload.fused.kernels.sm90_launch import Tile, Way
 from te_offload.fused.kernels.sm90_tiles import tile_for
 from te_offload.ops.scaling import Scaling
 
 # Experts up to which an expert's rows are quantized from one reading: in every task each thread looks at one of them. On an
 # H100 (docs/results/) that takes a quarter less than Triton's two readings with 64 experts, with 512 a twelfth more.
 _READ_ONCE = 256
-
-
-class Way(NamedTuple):
-    """How a product with an activation is computed: by which kernel, what `sm90_tiles` calls it, and what its launch takes
-    beside tensors.
-    """
-
-    kernel: type[Any]
-    product: str
-    more: dict[str, Any] = {}  # noqa: RUF012
 
 
 class Sm90Fp8Kernels(Sm90Kernels):

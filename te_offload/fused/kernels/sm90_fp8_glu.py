@@ -18,8 +18,8 @@ from te_offload.fused.kernels.fp8_interface import QuantizedRows
 from te_offload.fused.kernels.interface import Activation, Gated
 from te_offload.fused.kernels.pairs import to_pairs
 from te_offload.fused.kernels.sm90 import DTYPE_NAMES
-from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels, Way, product_name
-from te_offload.fused.kernels.sm90_launch import Tile
+from te_offload.fused.kernels.sm90_fp8 import Sm90Fp8Kernels, product_name
+from te_offload.fused.kernels.sm90_launch import Tile, Way
 from te_offload.fused.kernels.sm90_tiles import tile_for
 from te_offload.ops.scaling import Scaling
 

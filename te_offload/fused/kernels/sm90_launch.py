@@ -44,6 +44,16 @@ class Tile(NamedTuple):
         )
 
 
+class Way(NamedTuple):
+    """How a product with an activation is computed: by which kernel, what `sm90_tiles` calls it, and what its launch takes
+    beside tensors.
+    """
+
+    kernel: type[Any]
+    product: str
+    more: dict[str, Any] = {}  # noqa: RUF012
+
+
 def up(size: int, step: int) -> int:
     """The next multiple of a step."""
     return -(-size // step) * step

@@ -110,6 +110,7 @@ class SplitSums:
             self.add(acc, acc_slow, self.factors(acc, prepared, 0, k_tile % 2))
         if const_expr(cute.size(acc.shape) > _REGISTERS):
             for k_tile in cutlass.range(alone, k_tile_cnt, 2, unroll=1):
+                turn = (k_tile + 1) // 2 % 2
                 prepared = self.prepare(acc, ahead)
                 self.load(ahead, acc, places, k_tile + 2, last)
                 for one in cutlass.range_constexpr(2):
@@ -119,11 +120,11 @@ class SplitSums:
                     self.end_turn(warp_group_idx)
                     ab_read_state.advance()
                     if const_expr(one == 0):
-                        self.publish(prepared, (k_tile + 1) // 2 % 2)
+                        self.publish(prepared, turn)
                     warpgroup.wait_group(0)
                     ab_pipeline.consumer_release(ab_release_state)
                     ab_release_state.advance()
-                    self.add(acc, acc_slow, self.factors(acc, prepared, one, (k_tile + 1) // 2 % 2))
+                    self.add(acc, acc_slow, self.factors(acc, prepared, one, turn))
         else:
             other = cute.make_rmem_tensor(acc.shape, Float32)
             sums = [acc, other]
