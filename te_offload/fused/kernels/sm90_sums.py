@@ -74,6 +74,22 @@ class SplitSums:
         acc_slow.store(acc_slow.load() + acc.load())
 
     @cute.jit
+    def one_tile(self, ab_pipeline, mma_fn, acc, acc_slow, warp_group_idx, read, release, prepared, one, turn):
+        """A tile of K, the first or second of the two that `prepared` is of, with nothing in flight around it."""
+        ab_pipeline.consumer_wait(read)
+        self.begin_turn(warp_group_idx)
+        mma_fn(A_idx=read.index, B_idx=read.index, zero_init=True)
+        self.end_turn(warp_group_idx)  # the other group's products stand in line behind these
+        read.advance()
+        if const_expr(one == 0):
+            self.publish(prepared, turn)
+        warpgroup.wait_group(0)
+        ab_pipeline.consumer_release(release)
+        release.advance()
+        self.add(acc, acc_slow, self.factors(acc, prepared, one, turn))
+        return read, release
+
+    @cute.jit
     def mma(
         self,
         ab_pipeline,
@@ -94,37 +110,19 @@ class SplitSums:
         self.load(ahead, acc, places, Int32(0), last)
         ab_release_state = ab_read_state.clone()
         acc_slow.fill(0.0)
+        one_tile = partial(self.one_tile, ab_pipeline, mma_fn, acc, acc_slow, warp_group_idx)
         alone = k_tile_cnt % 2
         for k_tile in cutlass.range(0, alone, unroll=1):
             prepared = self.prepare(acc, ahead)
             self.load(ahead, acc, places, k_tile + 1, last)
-            ab_pipeline.consumer_wait(ab_read_state)
-            self.begin_turn(warp_group_idx)
-            mma_fn(A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=True)
-            self.end_turn(warp_group_idx)  # the other group's products stand in line behind these
-            ab_read_state.advance()
-            self.publish(prepared, k_tile % 2)
-            warpgroup.wait_group(0)
-            ab_pipeline.consumer_release(ab_release_state)
-            ab_release_state.advance()
-            self.add(acc, acc_slow, self.factors(acc, prepared, 0, k_tile % 2))
+            ab_read_state, ab_release_state = one_tile(ab_read_state, ab_release_state, prepared, 0, k_tile % 2)
         if const_expr(cute.size(acc.shape) > _REGISTERS):
             for k_tile in cutlass.range(alone, k_tile_cnt, 2, unroll=1):
                 turn = (k_tile + 1) // 2 % 2
                 prepared = self.prepare(acc, ahead)
                 self.load(ahead, acc, places, k_tile + 2, last)
                 for one in cutlass.range_constexpr(2):
-                    ab_pipeline.consumer_wait(ab_read_state)
-                    self.begin_turn(warp_group_idx)
-                    mma_fn(A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=True)
-                    self.end_turn(warp_group_idx)
-                    ab_read_state.advance()
-                    if const_expr(one == 0):
-                        self.publish(prepared, turn)
-                    warpgroup.wait_group(0)
-                    ab_pipeline.consumer_release(ab_release_state)
-                    ab_release_state.advance()
-                    self.add(acc, acc_slow, self.factors(acc, prepared, one, turn))
+                    ab_read_state, ab_release_state = one_tile(ab_read_state, ab_release_state, prepared, one, turn)
         else:
             other = cute.make_rmem_tensor(acc.shape, Float32)
             sums = [acc, other]
