@@ -227,7 +227,7 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
     sums: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     results = {}
     for row in rows:
-        key = (row.recipe, row.activation, *row.shape, row.product, *(["quick memory"] if row.quick_memory else []))
+        key = _key(row)
         sums[key][row.tile] += row.hot, row.cool
         results[key] = Result.of(row)
     return [
@@ -277,8 +277,20 @@ def _both(values: list[float]) -> str:
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
-    """Rows of files of this benchmark's."""
-    return [Row(**row) for path in paths for row in json.loads(path.read_text())["rows"]]
+    """Rows of files of this benchmark's; a product at a shape that a later file has too is the later one's alone, since
+    tiles can be compared within a run.
+    """
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for path in paths:
+        new: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+        for row in json.loads(path.read_text())["rows"]:
+            new[_key(made := Row(**row))].append(made)
+        found |= new
+    return [row for rows in found.values() for row in rows]
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return (row.recipe, row.activation, *row.shape, row.product, *(["quick memory"] if row.quick_memory else []))
 
 
 def write(rows: Iterable[Row], path: Path | None) -> None:

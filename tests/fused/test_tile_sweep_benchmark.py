@@ -117,6 +117,19 @@ def test_each_tile_that_an_h200_likes_better_was_timed_for_its_product() -> None
         assert {tile for tile, _ in entries} <= {*known}, product
 
 
+def test_a_product_that_was_swept_again_is_compared_within_its_last_run(tmp_path: Path) -> None:
+    shape = [64, 2048, 1408, 32768]
+
+    def row(product: str, tile: str, time: float) -> tile_sweep.Row:
+        return tile_sweep.Row("bf16", "srelu", shape, "even", product, tile, time, time)
+
+    paths = [tmp_path / "1.json", tmp_path / "2.json"]
+    tile_sweep.write([row("fc1", "208t", 1.0), row("fc1", "192t", 1.5), row("fc2", "208t", 2.0)], paths[0])
+    tile_sweep.write([row("fc1", "208t", 3.0), row("fc1", "160t", 2.5)], paths[1])
+    cells = tile_sweep.cells_of(tile_sweep.read(paths))
+    assert [cell.times for cell in cells] == [{"208t": 3.0, "160t": 2.5}, {"208t": 2.0}]
+
+
 def test_a_card_with_quick_memory_is_swept_and_fitted_apart(
     monkeypatch: pytest.MonkeyPatch, clock: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
