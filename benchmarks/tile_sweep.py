@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import math
 import random
@@ -197,6 +198,7 @@ def sweep(recipe: str, activation: str, shape: Shape, products: Iterable[str], r
             of = recipe, activation, [*shape], routing, product
             found += [Row(*of, name, *times, quick_memory=quick) for name, times in rows.items()]
             del steps, kept
+            gc.collect()  # products and their kernels know each other
             torch.cuda.empty_cache()
     return found
 

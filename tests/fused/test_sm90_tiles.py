@@ -111,18 +111,6 @@ def test_tiles_of_gated_activations_hold_whole_blocks_of_32_columns_of_each_half
     assert rows == {128}
 
 
-@pytest.mark.parametrize("regime", sm90_tiles.Regime)
-def test_long_sums_in_fp8_share_rows_where_experts_have_tokens_enough_and_columns_are_not_padded(
-    regime: sm90_tiles.Regime,
-) -> None:
-    def cluster(columns: int, depth: int) -> tuple[int, int]:
-        return sm90_tiles.tile_for("fp8 split", regime, None, columns, depth)[2:4]
-
-    assert cluster(2048, 2816) == ((1, 2) if regime in ENOUGH else (1, 1))
-    if regime is not sm90_tiles.Regime.MANY:
-        assert cluster(2688, 2816) == (1, 1)  # 21 of 128 columns
-
-
 def test_rows_are_not_padded_by_what_fc1_and_fc2_share_with_usual_numbers_of_tokens() -> None:
     tiles = {
         sm90_tiles.tile_for(name, sm90_tiles.Regime.USUAL, None, width, 1408)
@@ -198,34 +186,38 @@ def test_fp8_shares_operands_in_clusters_whose_columns_fit() -> None:
     assert [tile(columns, many) for columns in (4096, 14336)] == [(208, 1, 2), (208, 2, 1)]  # 20; 69
 
 
+SUMS_OF_FLOAT32 = ("blocks", "blocks dact", "fp8 split", "fp8 split dact", "fp8 split dglu", "fp8 split wgrad")
+
+
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)
-@pytest.mark.parametrize(
-    "product", ["blocks", "blocks pairs", "blocks wgrad", "fp8 split", "fp8 split dact", "fp8 split wgrad"]
-)
-def test_tiles_are_blocks_where_fp8_is_summed_in_float32(product: str, regime: sm90_tiles.Regime) -> None:
+@pytest.mark.parametrize("product", ["blocks pairs", "blocks wgrad"])
+def test_tiles_are_blocks_where_each_column_has_its_scale_or_its_pair(product: str, regime: sm90_tiles.Regime) -> None:
     tiles = {sm90_tiles.tile_for(product, regime, 2048, width, depth) for width in WIDTHS for depth in (1408, 14336)}
     assert {tile[:2] for tile in tiles} == {(128, 128)} and not any(tile.pingpong for tile in tiles)
 
 
-def test_blocks_share_rows_with_the_next_one_where_columns_are_even_and_weights_where_sums_are_long() -> None:
-    many = sm90_tiles.Regime.MANY
-    assert sm90_tiles.tile_for("blocks", many, None, 4096, 14336)[2:4] == (1, 2)
-    assert sm90_tiles.tile_for("blocks", many, None, 1408, 14336)[2:4] == (2, 1)  # 11 of them
-    assert sm90_tiles.tile_for("blocks", many, None, 2048, 1408)[2:4] == (1, 2)
-    assert sm90_tiles.tile_for("blocks", many, None, 1408, 2048)[2:4] == (1, 1)  # 11 of them
+@pytest.mark.parametrize("regime", ENOUGH)
+@pytest.mark.parametrize("product", SUMS_OF_FLOAT32)
+def test_sums_of_float32_take_192_columns_where_experts_have_tokens_enough_and_they_pad_little(
+    product: str, regime: sm90_tiles.Regime
+) -> None:
+    def columns(width: int) -> int:
+        tile = sm90_tiles.tile_for(product, regime, 2048, width, 2816)
+        assert tile.rows == 128 and not tile.pingpong
+        return tile.columns
+
+    assert {columns(width) for width in (2880, 2688, 7168)} == {192}
+    assert columns(256) == 128  # a tile and a part would be 384
 
 
-def test_long_sums_by_blocks_share_rows_though_it_pads_their_columns_where_experts_have_usual_numbers_of_tokens() -> (
-    None
-):
-    def cluster(
-        columns: int, regime: sm90_tiles.Regime = sm90_tiles.Regime.USUAL, depth: int = 2880
-    ) -> tuple[int, int]:
-        return sm90_tiles.tile_for("blocks", regime, None, columns, depth)[2:4]
+def test_sums_of_float32_by_blocks_take_192_columns_with_fewer_tokens_than_others() -> None:
+    def columns(product: str, regime: sm90_tiles.Regime) -> int:
+        return sm90_tiles.tile_for(product, regime, 2688, 2688, 1856).columns
 
-    assert cluster(2880) == (1, 2)  # 24 tiles of 128 columns for 23
-    assert cluster(640) == (1, 1)  # six for five
-    assert cluster(2688, sm90_tiles.Regime.MODEST) == cluster(2688, depth=1408) == (1, 1)  # 22 for 21
+    some, few = sm90_tiles.Regime.SOME, sm90_tiles.Regime.FEW
+    assert {columns(product, some) for product in ("blocks", "blocks dact")} == {192}
+    assert {columns(product, some) for product in SUMS_OF_FLOAT32 if "fp8" in product} == {128}
+    assert {columns(product, few) for product in SUMS_OF_FLOAT32} == {128}
 
 
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)
@@ -234,7 +226,7 @@ def test_warp_groups_store_apart_where_sums_are_of_float32(product: str, regime:
     assert sm90_tiles.tile_for(product, regime, 2048, 1408, 512).apart
 
 
-def test_warp_groups_store_together_where_scales_or_pairs_come_with_an_activation_and_never_apart_by_turns() -> None:
+def test_pairs_of_128_columns_are_stored_together_192_columns_apart_and_nothing_apart_by_turns() -> None:
     tiles = {
         (product, sm90_tiles.tile_for(product, regime, rows, width, depth))
         for product, _ in sm90_tiles._TILES
@@ -243,8 +235,8 @@ def test_warp_groups_store_together_where_scales_or_pairs_come_with_an_activatio
         for width in WIDTHS[:64]
         for depth in (1408, 14336)
     }
-    apart = {product for product, tile in tiles if tile.apart}
-    assert apart and not any("blocks dact" in product or "glu" in product for product in apart)
+    assert not any(tile.apart and "glu" in product and tile.columns == 128 for product, tile in tiles)
+    assert all(tile.apart for product, tile in tiles if tile.columns == 192 and product in SUMS_OF_FLOAT32)
     assert not any(tile.apart and tile.pingpong for _, tile in tiles)
 
 

@@ -33,7 +33,6 @@ from te_offload.fused.kernels import (
     sm90_fp8_glu,
     sm90_glu,
     sm90_launch,
-    sm90_tiles,
 )
 from te_offload.fused.kernels.block_interface import BlockNumbers, BlockWeights
 from te_offload.fused.kernels.experts import Experts
@@ -44,7 +43,8 @@ from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 
 EXPERTS, HIDDEN, FFN, DEEP_FFN = 4, 2048, 1408, 2688
 FEW, USUAL, MANY = 512, 2048, 8192  # tokens, for which other tiles are taken
-WIDE = Tile(128, 192, 1, 2, apart=True)  # as benchmarks.fp8_tiles may ask for it, with usual numbers of tokens
+# Of sums of float32, for other widths or fewer tokens.
+OTHERS = Tile(128, 128), Tile(128, 128, 1, 2, apart=True), Tile(128, 192, 1, 2, apart=True)
 
 
 class Launches:
@@ -150,9 +150,9 @@ def compile_glu(dtype: torch.dtype, activation: Gated, tokens: int) -> int:
     return launches.count
 
 
-def wide_only(*_: object) -> Tile:
-    """For all products."""
-    return WIDE
+def in_others(kernels: Any, activation: Activation, tokens: int) -> list[Any]:
+    """Such kernels in tiles for all products; of one number of tokens."""
+    return [type(kernels)(activation, lambda *_, tile=tile: tile) for tile in OTHERS if tokens == USUAL]
 
 
 def compile_fp8(activation: Activation, tokens: int) -> int:
@@ -191,8 +191,9 @@ def compile_fp8(activation: Activation, tokens: int) -> int:
         given = x, of_fc1, None, scales, offsets, torch.bfloat16, delayed, x.inverses
         kernels.fc1_given(*given, fast=True, count=count)
     dact_input, *_, orders = kernels.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
-    if tokens == USUAL:
-        type(kernels)(activation, wide_only).fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
+    others = in_others(kernels, activation, tokens)
+    for other in others:
+        other.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
     if gated:
         vars(fp8)["scales_of"] = lambda *_, **__: (x.inverses, scales, scales)
         found: dict[str, Any] = {"weights": x.inverses, "magnitudes": scales[:, None]}
@@ -208,13 +209,13 @@ def compile_fp8(activation: Activation, tokens: int) -> int:
         ways: dict[str, Any] = {"bias": one, "bias_scales": factors, "count": count}
         kernels.linear_fp8(hidden, of_fc2.rows, y, offsets, **ways, fast=True)
     grads = rows(FFN, torch.float8_e5m2)
-    kernels.linear_fp8(grads, of_fc1.columns, y, offsets, fast=False, count=orders.fc1_dgrad)
+    for one in (kernels, *others):
+        one.linear_fp8(grads, of_fc1.columns, y, offsets, fast=False, count=orders.fc1_dgrad)
     for out_dtype, accumulate in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
         out = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=out_dtype), table)
         of_grads: dict[str, Any] = {"accumulate": accumulate, "fast": False, "order": orders.fc2_wgrad}
-        kernels.wgrad_fp8(dy, hidden, offsets, out, **of_grads)
-        if tokens == USUAL:
-            type(kernels)(activation, wide_only).wgrad_fp8(dy, hidden, offsets, out, **of_grads)
+        for one in (kernels, *others[1:]):
+            one.wgrad_fp8(dy, hidden, offsets, out, **of_grads)
     return launches.count
 
 
@@ -254,13 +255,10 @@ def compile_blocks(activation: Activation, tokens: int) -> int:
         rows(hidden_size), of_fc1, None, router, (offsets, offsets), torch.bfloat16, scaling, count
     )
     *_, orders = kernels.fc2_dgrad_blocks(rows(hidden_size), of_fc2, act_input, router, offsets)
-    if tokens == USUAL:  # as benchmarks.fp8_tiles may ask for it
-        apart = type(kernels)(activation, lambda *shape: sm90_tiles.tile_for(*shape)._replace(apart=True))
-        apart.fc2_dgrad_blocks(rows(hidden_size), of_fc2, act_input, router, offsets)
-        wide_tiles = type(kernels)(activation, wide_only)
-        wide_tiles.fc2_dgrad_blocks(rows(hidden_size), of_fc2, act_input, router, offsets)
+    for other in in_others(kernels, activation, tokens):
+        other.fc2_dgrad_blocks(rows(hidden_size), of_fc2, act_input, router, offsets)
         if activation == SquaredReLU():
-            wide_tiles.fc1_linear(rows(hidden_size), of_fc1, None, act_input, offsets, count)
+            other.fc1_linear(rows(hidden_size), of_fc1, None, act_input, offsets, count)
     if gated:
         biases = empty(EXPERTS, wide, dtype=torch.bfloat16)
         ways: dict[str, Any] = {"offsets": (offsets, offsets), "dtype": torch.bfloat16, "scaling": scaling}
