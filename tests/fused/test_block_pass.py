@@ -6,12 +6,14 @@ with MXFP8's scales rounded the other way and without NVFP4's Hadamard transform
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
 import pytest
 import torch
 import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformer_engine.common import recipe as te_recipe
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
@@ -177,6 +179,29 @@ def test_slot_that_is_kept_stays_and_the_other_goes(recipe: str, keep: str) -> N
     assert fates.pop(SlotName(keep)) is Fate.KEPT
     assert fates.pop(SlotName.FC2_INPUT) is Fate.RECOMPUTED
     assert set(fates.values()) == {Fate.OFFLOADED}
+
+
+class Checkpointed(torch.nn.Module):
+    """Keeps results of some of torch's operators, and makes the others again."""
+
+    def __init__(self, module: torch.nn.Module, kept: list[Any]) -> None:
+        super().__init__()
+        self.module, self._contexts = module, functools.partial(create_selective_checkpoint_contexts, kept)
+
+    def forward(self, *given: torch.Tensor) -> Any:
+        return checkpoint(self.module, *given, use_reentrant=False, context_fn=self._contexts)
+
+
+@pytest.mark.parametrize("recipe", [*FORMATS, "current"])
+def test_a_selective_checkpoint_may_keep_products_of_the_arithmetic(
+    monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    monkeypatch.setitem(RECIPES, "current", te_recipe.Float8CurrentScaling())
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.mul.Tensor]
+    modules = [Checkpointed(mlp(bias=True, fc2={"scale_bias": True}), ops) for ops in ([], kept)]
+    assert_same_bits(*(step(module, recipe, extra=4) for module in modules))
+    for module in modules:
+        assert_all_fused(module.module)
 
 
 @EVERY

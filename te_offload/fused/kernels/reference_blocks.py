@@ -108,7 +108,7 @@ class ReferenceBlockKernels(ReferenceKernels):
             found = rows @ weights[expert].t()
             if bias is not None:
                 one = bias[expert].float().expand_as(found)
-                found += one if bias_scales is None else one * bias_scales[place, None]
+                found = found + (one if bias_scales is None else one * bias_scales[place, None])
             out[place] = found.to(out.dtype)
 
     def fc2_dgrad_blocks(

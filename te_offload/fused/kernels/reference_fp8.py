@@ -156,7 +156,7 @@ class ReferenceFp8Kernels(ReferenceKernels):
             found = rows.float() @ weights[expert].float().t() * factors[expert]
             if bias is not None:
                 one = bias[expert].float().expand_as(found)
-                found += one if bias_scales is None else one * _parts(bias_scales[:, None], offsets)[expert]
+                found = found + (one if bias_scales is None else one * _parts(bias_scales[:, None], offsets)[expert])
             to.copy_(found)
 
     def fc2_dgrad_fp8(
