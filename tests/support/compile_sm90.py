@@ -214,7 +214,7 @@ def compile_fp8(activation: Activation, tokens: int) -> int:
     for out_dtype, accumulate in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
         out = Experts(empty(EXPERTS, HIDDEN, FFN, dtype=out_dtype), table)
         of_grads: dict[str, Any] = {"accumulate": accumulate, "fast": False, "order": orders.fc2_wgrad}
-        for one in (kernels, *others[1:]):
+        for one in (kernels, *others[1:]):  # whose warp groups are apart in all tiles that are taken
             one.wgrad_fp8(dy, hidden, offsets, out, **of_grads)
     return launches.count
 
