@@ -61,8 +61,8 @@ CANDIDATES: dict[tuple[str, str], dict[str, str]] = {
     ("blocks", "srelu"): {**dict.fromkeys(("fc1", "fc2", "dact", "dgrad"), _WIDE), "wgrad": _BLOCKS},
 }
 CANDIDATES["current", "swiglu"] = CANDIDATES["current", "srelu"] | {"fc1": "192t 192t@1x2 192t@2x1 128t@1x2 256@1x2"}
-CANDIDATES["blocks", "swiglu"] = CANDIDATES["blocks", "srelu"] | {"fc1": _BLOCKS}
-"""By recipe and activation, then by product; by blocks weight gradients, and FC1 in pairs, take 128 columns alone."""
+CANDIDATES["blocks", "swiglu"] = CANDIDATES["blocks", "srelu"]
+"""By recipe and activation, then by product; by blocks weight gradients take 128 columns alone."""
 
 
 class Shape(NamedTuple):

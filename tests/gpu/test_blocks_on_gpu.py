@@ -7,6 +7,7 @@ arithmetic stand for its results.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -250,3 +251,23 @@ def test_captured_steps_with_changing_routing_give_the_bits_of_eager_ones(activa
     module, eager = mlp(activation=activation), mlp(activation=activation)
     assert_captured_steps_have_the_bits_of_eager_ones(eager, module, RECIPE, SPLITS, HIDDEN)
     assert_all_fused(module)
+
+
+def test_columns_saved_as_wgrads_read_them_have_the_bits_of_those_turned_in_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from te_offload.fused.kernels import fp8, sm90_blocks
+
+    splits, found = (0, 33_000, 1, 0), []
+    turn = mock.Mock(wraps=fp8.turn)
+    monkeypatch.setattr(fp8, "turn", turn)
+    for least in (64, 1_000):  # padding is 407 rows
+        monkeypatch.setattr(sm90_blocks, "_TURNED_FROM", least)
+        module = mlp()
+        with OffloadSession(module, min_bytes=0, max_in_flight=0, verify=True) as session, session.step():
+            found.append(step(module, splits=splits))
+        record = session.records[-1]
+        assert {row.fate for row in record.slots if row.slot == SlotName.FC1_INPUT} == {Fate.OFFLOADED}
+        assert record.bytes_out > 0
+    assert_same_bits(*found)
+    assert turn.call_count == 1

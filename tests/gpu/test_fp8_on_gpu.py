@@ -69,7 +69,7 @@ def test_warp_groups_that_store_apart_give_the_bits_of_those_that_store_together
     from te_offload.fused.kernels import sm90_tiles
 
     regime = sm90_tiles.Regime.of(sum(splits), len(splits))
-    assert sm90_tiles.tile_for("fp8 split wgrad", regime, HIDDEN, FFN).apart  # with fewer tokens it is not
+    assert sm90_tiles.tile_for("fp8 split wgrad", regime, HIDDEN, FFN).apart
     first = step(mlp(activation="srelu"), "current", splits=splits)
     FP8GlobalStateManager.reset()
     with all_together(monkeypatch):

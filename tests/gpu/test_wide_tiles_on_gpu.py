@@ -12,8 +12,10 @@ import torch
 
 pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
 
-from benchmarks.fp8_tiles import RECIPES, Products
+from benchmarks.fp8_tiles import BLOCKS, RECIPES, Products
 from benchmarks.tiles import parse_tile
+from te_offload.fused.kernels.interface import Gate, Gated
+from te_offload.fused.kernels.sm90_block_glu import Sm90BlockGluKernels
 from te_offload.fused.kernels.sm90_launch import Tile
 from tests.support.mlp import seeded
 
@@ -38,10 +40,9 @@ def only(tile: Tile) -> Callable[..., Tile]:
 @pytest.mark.parametrize("tile", ["192a", "192a@1x2", "192", "192@1x2"])
 def test_a_step_in_tiles_of_192_columns_has_the_bits_of_one_in_128(tile: str, recipe: str, *, gated: bool) -> None:
     case = RECIPES[recipe](HIDDEN, FFN, SIZES, gated=gated)
-    products = WIDE[recipe] - ({"fc1"} if gated else set())  # whose weights are pairs
     results = []
     for name in ("128", tile):
-        step = Products(case, dict.fromkeys(products, parse_tile(name)))
+        step = Products(case, dict.fromkeys(WIDE[recipe], parse_tile(name)))
         results.append([found.clone() for found in (*step.forward(), *step.backward())])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -73,3 +74,23 @@ def test_gradients_in_float32_have_the_same_bits_in_tiles_of_192_columns(*, accu
     assert torch.equal(*found)
     changed = (found[0] != seeded((len(SIZES), HIDDEN, FFN), 4, device="cuda")).flatten(1).any(1).tolist()
     assert changed == [not accumulate or size > 0 for size in SIZES]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("interleave", [0, 8, 16, 32])
+@pytest.mark.parametrize("ffn", [1152, 192, 320, 64])
+def test_pairs_by_blocks_have_the_same_bits_in_tiles_of_192_columns(ffn: int, interleave: int, *, biased: bool) -> None:
+    """Halves of nine, one and a half, two and a half blocks, and of half a block."""
+    weights = seeded((len(SIZES), 2 * ffn, HIDDEN), 1, device="cuda", dtype=torch.bfloat16)
+    x = seeded((sum(SIZES), HIDDEN), 2, device="cuda", dtype=torch.bfloat16)
+    bias = seeded((len(SIZES), 2 * ffn), 3, device="cuda", dtype=torch.bfloat16) if biased else None
+    found = []
+    for tile in (Tile(128, 128), *(parse_tile(name) for name in ("192a", "192a@1x2", "192"))):
+        kernels: Any = Sm90BlockGluKernels(Gated(Gate.SWIGLU, (), interleave), only(tile))
+        offsets, counts = kernels.offsets(torch.tensor(SIZES, device="cuda"), torch.empty_like(x))
+        rows, _ = kernels.block_rows(x, offsets, BLOCKS, by_column=False)
+        quantized = kernels.block_weights(kernels.prepare("weights", weights), BLOCKS, by_column=False)
+        out = torch.full((x.shape[0], 2 * ffn), torch.nan, device="cuda", dtype=torch.bfloat16)
+        kernels.fc1_linear(rows, quantized, bias, out, offsets, counts.fc1)
+        found.append(out)
+    assert all(torch.equal(found[0], other) for other in found[1:]) and not found[0].isnan().any()

@@ -257,7 +257,7 @@ def compile_blocks(activation: Activation, tokens: int) -> int:
     *_, orders = kernels.fc2_dgrad_blocks(rows(hidden_size), of_fc2, act_input, router, offsets)
     for other in in_others(kernels, activation, tokens):
         other.fc2_dgrad_blocks(rows(hidden_size), of_fc2, act_input, router, offsets)
-        if activation == SquaredReLU():
+        if gated or activation == SquaredReLU():
             other.fc1_linear(rows(hidden_size), of_fc1, None, act_input, offsets, count)
     if gated:
         biases = empty(EXPERTS, wide, dtype=torch.bfloat16)

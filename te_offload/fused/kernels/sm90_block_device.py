@@ -213,40 +213,45 @@ class RowScales(_Scaled, WeightsByTable):
 
     @cute.jit
     def places(self, acc, coords):
-        """Of each row of the fragment in A, and which of B's."""
+        """Of each row of the fragment in A; the lane's one of two tiles of K; where B's parts begin."""
         tile = self._noted.tile
-        _, _, starts, scale_table = self._noted.operand.more
+        a_scales, b_scales, starts, scale_table = self._noted.operand.more
         begin = starts[tile[3]] + tile[0] * self.cta_tile_shape_mnk[0]
         last = starts[tile[3] + 1] - 1
-        count = const_expr(cute.size(acc.shape, mode=[1]))
-        rows = cute.make_rmem_tensor((2, count), Int32)
-        for m in cutlass.range_constexpr(count):
-            for r in cutlass.range_constexpr(2):
-                rows[r, m] = cutlass.min(begin + coords[(0, r, 0), m, 0][0], last)
-        return rows, self.weights(scale_table[tile[3]])
+        rows = cute.make_rmem_tensor((2 * cute.size(acc.shape, mode=[1]),), Int32)
+        for i in cutlass.range_constexpr(cute.size(rows)):
+            rows[i] = cutlass.min(begin + coords[(0, i % 2, 0), i // 2, 0][0], last)
+        blocks = self.blocks()
+        weights, stride = cute.make_rmem_tensor((len(blocks),), Int32), Int32(b_scales.stride[1])
+        for i in cutlass.range_constexpr(len(blocks)):
+            weights[i] = cutlass.min(blocks[i], b_scales.shape[1] - 1) * stride
+        own = cute.make_rmem_tensor((1,), Int32)
+        own[0] = cutlass.min(cute.arch.lane_idx() % 2, a_scales.shape[0] - 1)
+        return rows, own, weights, b_scales[scale_table[tile[3]], 0, None].iterator, self.more_places()
+
+    def more_places(self) -> Any:
+        """What a subclass's `factors` needs of a tile."""
+        return None
 
     @cute.jit
-    def weights(self, weight):
-        """Where the scales of the tile's columns begin, part by part."""
-        b_scales, tile, parts = self._noted.operand.more[1], self._noted.tile[1], self._parts()
-        if const_expr(parts == 1):
-            return (b_scales[weight, tile, None].iterator,)
-        last = b_scales.shape[1] - 1
-        return tuple(b_scales[weight, cutlass.min((tile * parts + i) // 2, last), None].iterator for i in range(parts))
+    def blocks(self):
+        """Of the tile's columns, part by part: which of a weight's scales they have."""
+        tile, parts = self._noted.tile[1], const_expr(self._parts())
+        return [(tile * parts + i) // min(parts, 2) for i in range(parts)]
 
     @cute.jit
-    def load(self, found, acc, places, k_tile, last):
+    def load(self, found, acc, places, step: cutlass.Constexpr):
         """See `SplitSums`."""
-        rows, weights = places
+        rows, own, weights, scales, _ = places
         a_scales = self._noted.operand.more[0]
-        own = cutlass.min(k_tile + cute.arch.lane_idx() % 2, last)
-        count = const_expr(cute.size(acc.shape, mode=[1]))
-        first = own * Int32(a_scales.stride[0])
-        for m in cutlass.range_constexpr(count):
-            for r in cutlass.range_constexpr(2):
-                found[2 * m + r] = (a_scales.iterator + (first + rows[r, m])).load()
-        for i in cutlass.range_constexpr(len(weights)):
-            found[2 * count + i] = (weights[i] + own).load()
+        count = const_expr(cute.size(rows))
+        if const_expr(step > 0):
+            own[0] = cutlass.min(own[0] + step, a_scales.shape[0] - 1)
+        first = own[0] * Int32(a_scales.stride[0])
+        for i in cutlass.range_constexpr(count):
+            found[i] = (a_scales.iterator + (first + rows[i])).load()
+        for i in cutlass.range_constexpr(cute.size(weights)):
+            found[count + i] = (scales + (weights[i] + own[0])).load()
 
     def prepare(self, acc: Any, found: Any) -> Any:
         """Of both tiles of K, of each row and part of the columns: both inverse scales."""
@@ -254,7 +259,7 @@ class RowScales(_Scaled, WeightsByTable):
         return of_both([found[i] * found[count + part] for part in range(self._parts()) for i in range(count)])
 
     @cute.jit
-    def factors(self, acc, prepared, one, turn):
+    def factors(self, acc, prepared, one, places):
         """Of one tile of K: of each row, and of each group of eight columns."""
         parts, rows = const_expr(self._parts()), const_expr(cute.size(acc.shape, mode=[1]))
         groups = const_expr(cute.size(acc.shape[0][2]))
@@ -278,33 +283,63 @@ class BothScales(_Scaled, GradsByTable):
 
     @cute.jit
     def places(self, acc, coords):
-        """Of each row of the fragment and of the thread's column, within the result, and of the first block."""
+        """Where the scales of each row of the fragment lie, of the lane's one of two tiles of K, and those of the thread's
+        column, of both; and where those of the last tile of K do.
+        """
         tile = self._noted.tile
         a_scales, b_scales, starts = self._noted.operand.more
         row, column = tile[0] * self.cta_tile_shape_mnk[0], tile[1] * self.cta_tile_shape_mnk[1]
-        last_row, last_column = a_scales.shape[1] - 1, b_scales.shape[1] - 1
-        count = const_expr(cute.size(acc.shape, mode=[1]))
-        rows = cute.make_rmem_tensor((2, count), Int32)
-        for m in cutlass.range_constexpr(count):
-            for r in cutlass.range_constexpr(2):
-                rows[r, m] = cutlass.min(row + coords[(0, r, 0), m, 0][0], last_row)
+        first, end = starts[tile[3]] // BLOCK, a_scales.shape[0] - 1  # an expert without tokens has no block
+        stride, own = Int32(a_scales.stride[0]), cutlass.min(first + cute.arch.lane_idx() % 2, end)
+        rows = cute.make_rmem_tensor((2 * cute.size(acc.shape, mode=[1]),), Int32)
+        row_ends = cute.make_rmem_tensor(rows.shape, Int32)
+        for i in cutlass.range_constexpr(cute.size(rows)):
+            within = cutlass.min(row + coords[(0, i % 2, 0), i // 2, 0][0], a_scales.shape[1] - 1)
+            rows[i], row_ends[i] = within + own * stride, within + end * stride
         thread, _, _ = cute.arch.thread_idx()
-        return rows, cutlass.min(column + thread % BLOCK, last_column), starts[tile[3]] // BLOCK
+        stride, column = Int32(b_scales.stride[0]), cutlass.min(column + thread % BLOCK, b_scales.shape[1] - 1)
+        columns, column_ends = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Int32)
+        for one in cutlass.range_constexpr(2):
+            columns[one] = column + cutlass.min(first + one, end) * stride
+            column_ends[one] = column + end * stride
+        return rows, row_ends, columns, column_ends, self.shared_of(thread)
 
     @cute.jit
-    def load(self, found, acc, places, k_tile, last):
+    def shared_of(self, thread):
+        """Where in shared memory the thread's column is written, and where its columns are read, in bytes, of the second of
+        two turns; and what leads to the other one.
+        """
+        group, column = thread // BLOCK, thread % BLOCK
+        place = column // 8 * 2 + column % 2  # each of four lanes has its columns beside each other: two of every eight
+        found = cute.make_rmem_tensor((3,), Int32)
+        base = self._columns.iterator.toint()
+        found[0] = base + 4 * self._columns.layout((place, column % 8 // 2, 0, 1, group))
+        found[1] = base + 4 * self._columns.layout((0, thread % 4, 0, 1, group))
+        found[2] = -4 * self._columns.stride[3]
+        return found
+
+    @cute.jit
+    def own(self, address, one: cutlass.Constexpr, align: cutlass.Constexpr):
+        """Of one of two tiles of K, at an address."""
+        at = address + 4 * one * self._columns.stride[2]
+        return cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=align)
+
+    @cute.jit
+    def load(self, found, acc, places, step: cutlass.Constexpr):
         """See `SplitSums`."""
         a_scales, b_scales, _ = self._noted.operand.more
-        rows, column, first = places
-        end = a_scales.shape[0] - 1  # an expert without tokens has no block
-        count = const_expr(2 * cute.size(acc.shape, mode=[1]))
-        own = cutlass.min(first + cutlass.min(k_tile + cute.arch.lane_idx() % 2, last), end)
-        own = own * Int32(a_scales.stride[0])
-        for i in cutlass.range_constexpr(count):
-            found[i] = (a_scales.iterator + (own + rows[i])).load()
-        for one in cutlass.range_constexpr(2):
-            block = cutlass.min(first + cutlass.min(k_tile + one, last), end)
-            found[count + one] = (b_scales.iterator + (block * Int32(b_scales.stride[0]) + column)).load()
+        rows, row_ends, columns, column_ends, _ = places
+        self.load_next(found, rows, row_ends, Int32(a_scales.stride[0]), step, a_scales.iterator)
+        of_columns = cute.make_tensor(found.iterator + cute.size(rows), cute.make_layout(2))
+        self.load_next(of_columns, columns, column_ends, Int32(b_scales.stride[0]), step, b_scales.iterator)
+
+    @cute.jit
+    def load_next(self, found, places, ends, stride, step: cutlass.Constexpr, scales):
+        """Of places that are ``step`` tiles of K further on."""
+        for i in cutlass.range_constexpr(cute.size(places)):
+            if const_expr(step > 0):
+                places[i] = cutlass.min(places[i] + step * stride, ends[i])
+            found[i] = (scales + places[i]).load()
 
     def prepare(self, acc: Any, found: Any) -> Any:
         """Of both tiles of K each row's, and the column's."""
@@ -312,22 +347,23 @@ class BothScales(_Scaled, GradsByTable):
         return of_both([found[i] for i in range(count)]), (found[count], found[count + 1])
 
     @cute.jit
-    def publish(self, prepared, turn):
-        """The column's, where each of four lanes has its columns beside each other: two of every eight."""
-        thread, _, _ = cute.arch.thread_idx()
-        column = thread % BLOCK
-        place = column // 8 * 2 + column % 2
+    def publish(self, prepared, places):
+        """The column's, in the other turn's place."""
+        shared = places[4]
+        shared[0] = shared[0] + shared[2]
+        shared[1] = shared[1] + shared[2]
+        shared[2] = -shared[2]
         for one in cutlass.range_constexpr(2):
-            self._columns[place, column % 8 // 2, one, turn, thread // BLOCK] = prepared[1][one]
+            self.own(shared[0], one, 4).store(prepared[1][one])
+        thread, _, _ = cute.arch.thread_idx()
         wait_for_own(thread // BLOCK)
 
     @cute.jit
-    def factors(self, acc, prepared, one, turn):
+    def factors(self, acc, prepared, one, places):
         """Of each row, and of each column."""
-        thread, _, _ = cute.arch.thread_idx()
-        own = self._columns[None, thread % 4, one, turn, thread // BLOCK]
         groups, parts = const_expr(cute.size(acc.shape[0][2])), const_expr(cute.size(acc.shape, mode=[2]))
         found = cute.make_rmem_tensor((2, groups, parts), Float32)
+        own = cute.make_tensor(self.own(places[4][1], one, 16), cute.make_layout(cute.size(found)))
         cute.autovec_copy(own, cute.make_tensor(found.iterator, own.layout))
         return prepared[0][one], found
 

@@ -5,7 +5,7 @@ In: nothing when imported. Out: kernel classes, which `sm90_block_glu` compiles 
 `sm90_block_device`; pairs as in `sm90_glu_device`. Does not: launch, quantize, or choose tiles. Needs quack-kernels.
 
 FC1's tile of 128 columns of pairs are 64 of each half, which lie in two blocks of its weights' scales where each half is
-one block of columns, and in one block where the halves alternate.
+one block of columns, and in one block where the halves alternate. A wider one has parts of 32 columns of each half.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Float32, Int32, const_expr
 from quack.epilogue.math import Pair
 from quack.epilogue.ops import Scalar
 
@@ -32,35 +33,60 @@ HALF_TILE = 64
 class PairedRowScales(Paired, RowScales):
     """As `RowScales`, where B's rows are pairs: their first and second numbers have a scale each."""
 
-    _widths = (2 * HALF_TILE,)
-
     def make_tma_load_atoms_and_tensors(self, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         """QuACK's."""
         return super().make_tma_load_atoms_and_tensors(a, self.paired(b, 0), *args, **kwargs)
 
     def count(self, acc: Any) -> Any:
-        """Those of a thread's rows, and of the weight's two halves."""
-        return super().count(acc) + 1
+        """Those of a thread's rows, and of both halves of the weights: of a wide tile's columns two blocks each."""
+        parts = self._parts()
+        return super().count(acc) - parts + 2 * (1 if parts == 1 else 2)
 
     @cute.jit
-    def weights(self, weight):
-        """Where the scales of both halves of the tile's columns begin."""
-        b_scales, tile = self._noted.operand.more[1], self._noted.tile[1]
-        first = tile if const_expr(self.te_offload_interleave) else tile // 2
-        second = tile if const_expr(self.te_offload_interleave) else (tile + b_scales.shape[1]) // 2
-        return b_scales[weight, first, None].iterator, b_scales[weight, second, None].iterator
+    def blocks(self):
+        """As of `RowScales`, of the first and second half each: the first one, and if the tile is wide the next."""
+        firsts = [begin // per_block for begin, per_block in self.begins()]
+        return firsts if const_expr(self._parts() == 1) else [*firsts, *(first + 1 for first in firsts)]
+
+    @cute.jit
+    def begins(self):
+        """Of both halves: which part of its columns is the tile's first one, and how many parts a block has."""
+        parts, tile = const_expr(self._parts()), self._noted.tile[1]
+        of_tile = tile * parts
+        if const_expr(self.te_offload_interleave):
+            per_block = const_expr(min(parts, 2))  # whose columns are of both halves
+            return (of_tile, per_block), (of_tile, per_block)
+        per_block = const_expr(2 * min(parts, 2))
+        before = self._noted.operand.more[1].shape[1] * min(parts, 2)
+        return (of_tile, per_block), (of_tile + before, per_block)
+
+    @cute.jit
+    def more_places(self):
+        """Of both halves: how many parts of the tile's columns are in the first block."""
+        found = cute.make_rmem_tensor((2,), Int32)
+        if const_expr(self._parts() > 1):
+            for half, (begin, per_block) in enumerate(self.begins()):
+                found[half] = per_block - begin % per_block
+        return found
 
     def prepare(self, acc: Any, found: Any) -> Any:
-        """Of both tiles of K: each row's, and those of the first and second columns of pairs."""
+        """Of both tiles of K: each row's, and those of the first and second columns of pairs, block by block."""
         count = 2 * cute.size(acc.shape, mode=[1])
-        return of_both([found[i] for i in range(count)]), of_both([found[count], found[count + 1]])
+        of_columns = [found[i] for i in range(count, self.count(acc))]
+        return of_both([found[i] for i in range(count)]), of_both(of_columns)
 
     @cute.jit
-    def factors(self, acc, prepared, one, turn):
-        """Of each row, and of the first and second columns of pairs."""
-        groups, parts = const_expr(cute.size(acc.shape[0][2])), const_expr(cute.size(acc.shape, mode=[2]))
-        layout = cute.make_layout((2, groups, parts), stride=(1, 0, 0))
-        return prepared[0][one], cute.make_tensor(prepared[1][one].iterator, layout)
+    def factors(self, acc, prepared, one, places):
+        """Of each row, and of the first and second columns of pairs, part by part."""
+        groups, parts = const_expr(cute.size(acc.shape[0][2])), const_expr(self._parts())
+        own, in_first = prepared[1][one], places[-1]
+        found = cute.make_rmem_tensor((2, parts), Float32)
+        for half in cutlass.range_constexpr(2):
+            found[half, 0] = own[half, 0]
+            for part in cutlass.range_constexpr(1, parts):
+                found[half, part] = Float32(cutlass.select_(in_first[half] > part, own[half, 0], own[half, 1]))
+        shape = (2, (groups // parts, parts), cute.size(acc.shape, mode=[2]))
+        return prepared[0][one], cute.make_tensor(found.iterator, cute.make_layout(shape, stride=(1, (0, 2), 0)))
 
 
 def _dact(halves: Callable[..., Halves]) -> Callable[..., dict[str, Any]]:

@@ -26,6 +26,7 @@ from te_offload.fused.kernels.sm90_tiles import Regime, tile_for
 from te_offload.ops.scaling import BlockScaling
 
 _INDEXED = 2**31
+_TURNED_FROM = 64  # bytes of columns for each that padding adds, from which on they are saved as wgrads read them
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -60,7 +61,10 @@ class Sm90BlockKernels(Sm90Kernels):
         self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool, saved: bool = False
     ) -> tuple[BlockNumbers, BlockNumbers | None]:
         """See `BlockKernels.block_rows`."""
-        columns = blocks.NOT if not by_column else blocks.SAVED if saved else blocks.TURNED
+        tokens = x.shape[0]
+        padding = fp8.padded_tokens(tokens, offsets.shape[0] - 1) - tokens
+        as_rows = saved and padding * _TURNED_FROM > tokens
+        columns = blocks.NOT if not by_column else blocks.SAVED if as_rows else blocks.TURNED
         rows, found = self._quantizers.rows(x, offsets, scaling, columns=columns)
         assert rows is not None
         return rows, found
@@ -73,8 +77,11 @@ class Sm90BlockKernels(Sm90Kernels):
 
     def turn_blocks(self, saved: BlockNumbers, offsets: torch.Tensor) -> BlockNumbers:
         """See `BlockKernels.turn_blocks`."""
-        turned = fp8.turn(saved.numbers.view(_E4M3).view(saved.shape), offsets)
-        return BlockNumbers(saved.shape, saved.scaling, turned, saved.scales.view(-1, saved.shape[1]))
+        tokens, columns = saved.shape
+        numbers, scales = saved.numbers.view(_E4M3), saved.scales.view(-1, columns)
+        as_rows = numbers.numel() == tokens * columns  # else there is padding
+        turned = fp8.turn(numbers.view(saved.shape), offsets) if as_rows else numbers.view(columns, -1)
+        return BlockNumbers(saved.shape, saved.scaling, turned, scales)
 
     def rebuild_blocks(
         self, act_input: torch.Tensor, router: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling

@@ -51,20 +51,22 @@ class SplitSums:
         return 0
 
     def places(self, acc: Any, coords: Any) -> Any:
-        """What `load` needs, of a tile of the result. ``coords``: of the fragment within it."""
+        """What `load` needs and changes, of a tile of the result. ``coords``: of the fragment within it."""
         return None
 
-    def load(self, found: Any, acc: Any, places: Any, k_tile: Any, last: Any) -> None:
-        """Begin to load the scales of a tile of K and of the next one, neither of them after the last one."""
+    def load(self, found: Any, acc: Any, places: Any, step: int) -> None:
+        """Begin to load the scales of a tile of K and of the next one, which are ``step`` tiles after those before; none
+        are after the operands' last.
+        """
 
     def prepare(self, acc: Any, found: Any) -> Any:
         """What `publish` and `factors` take, of scales that were loaded, before the tensor cores begin."""
         return None
 
-    def publish(self, prepared: Any, turn: Any) -> None:
-        """Scales that threads share, while the tensor cores are busy. ``turn``: 0 and 1 by turns."""
+    def publish(self, prepared: Any, places: Any) -> None:
+        """Scales that threads share, while the tensor cores are busy."""
 
-    def factors(self, acc: Any, prepared: Any, one: int, turn: Any) -> Any:
+    def factors(self, acc: Any, prepared: Any, one: int, places: Any) -> Any:
         """Of one of the two tiles of K, for `add`."""
         return None
 
@@ -74,7 +76,7 @@ class SplitSums:
         acc_slow.store(acc_slow.load() + acc.load())
 
     @cute.jit
-    def one_tile(self, ab_pipeline, mma_fn, acc, acc_slow, warp_group_idx, read, release, prepared, one, turn):
+    def one_tile(self, ab_pipeline, mma_fn, acc, acc_slow, warp_group_idx, places, read, release, prepared, one):
         """A tile of K, the first or second of the two that `prepared` is of, with nothing in flight around it."""
         ab_pipeline.consumer_wait(read)
         self.begin_turn(warp_group_idx)
@@ -82,11 +84,11 @@ class SplitSums:
         self.end_turn(warp_group_idx)  # the other group's products stand in line behind these
         read.advance()
         if const_expr(one == 0):
-            self.publish(prepared, turn)
+            self.publish(prepared, places)
         warpgroup.wait_group(0)
         ab_pipeline.consumer_release(release)
         release.advance()
-        self.add(acc, acc_slow, self.factors(acc, prepared, one, turn))
+        self.add(acc, acc_slow, self.factors(acc, prepared, one, places))
         return read, release
 
     @cute.jit
@@ -105,44 +107,41 @@ class SplitSums:
         whole = cute.make_identity_tensor(self.cta_tile_shape_mnk[:2])
         coords = mma_fn.args[0].get_slice(thread).partition_C(whole)
         places = self.places(acc, coords)
-        last = cutlass.max(k_tile_cnt - 1, 0)
         ahead = cute.make_rmem_tensor((max(self.count(acc), 1),), Float32)
-        self.load(ahead, acc, places, Int32(0), last)
+        self.load(ahead, acc, places, 0)
         ab_release_state = ab_read_state.clone()
         acc_slow.fill(0.0)
-        one_tile = partial(self.one_tile, ab_pipeline, mma_fn, acc, acc_slow, warp_group_idx)
+        one_tile = partial(self.one_tile, ab_pipeline, mma_fn, acc, acc_slow, warp_group_idx, places)
         alone = k_tile_cnt % 2
-        for k_tile in cutlass.range(0, alone, unroll=1):
+        for _ in cutlass.range(0, alone, unroll=1):
             prepared = self.prepare(acc, ahead)
-            self.load(ahead, acc, places, k_tile + 1, last)
-            ab_read_state, ab_release_state = one_tile(ab_read_state, ab_release_state, prepared, 0, k_tile % 2)
+            self.load(ahead, acc, places, 1)
+            ab_read_state, ab_release_state = one_tile(ab_read_state, ab_release_state, prepared, 0)
         if const_expr(cute.size(acc.shape) > _REGISTERS):
-            for k_tile in cutlass.range(alone, k_tile_cnt, 2, unroll=1):
-                turn = (k_tile + 1) // 2 % 2
+            for _ in cutlass.range(alone, k_tile_cnt, 2, unroll=1):
                 prepared = self.prepare(acc, ahead)
-                self.load(ahead, acc, places, k_tile + 2, last)
+                self.load(ahead, acc, places, 2)
                 for one in cutlass.range_constexpr(2):
-                    ab_read_state, ab_release_state = one_tile(ab_read_state, ab_release_state, prepared, one, turn)
+                    ab_read_state, ab_release_state = one_tile(ab_read_state, ab_release_state, prepared, one)
         else:
             other = cute.make_rmem_tensor(acc.shape, Float32)
             sums = [acc, other]
             products = [mma_fn, partial(mma_fn.func, mma_fn.args[0], other, *mma_fn.args[2:])]
-            for k_tile in cutlass.range(alone, k_tile_cnt, 2, unroll=1):
-                turn = (k_tile + 1) // 2 % 2
+            for _ in cutlass.range(alone, k_tile_cnt, 2, unroll=1):
                 prepared = self.prepare(acc, ahead)
-                self.load(ahead, acc, places, k_tile + 2, last)
+                self.load(ahead, acc, places, 2)
                 for one in cutlass.range_constexpr(2):
                     ab_pipeline.consumer_wait(ab_read_state)
                     if const_expr(one == 0):
                         self.begin_turn(warp_group_idx)
                     products[one](A_idx=ab_read_state.index, B_idx=ab_read_state.index, zero_init=True)
                     ab_read_state.advance()
-                self.publish(prepared, turn)
+                self.publish(prepared, places)
                 for one in cutlass.range_constexpr(2):
                     warpgroup.wait_group(1 - one)
                     ab_pipeline.consumer_release(ab_release_state)
                     ab_release_state.advance()
-                    self.add(sums[one], acc_slow, self.factors(acc, prepared, one, turn))
+                    self.add(sums[one], acc_slow, self.factors(acc, prepared, one, places))
                     if const_expr(one == 0):
                         self.end_turn(warp_group_idx)
         if const_expr(self.pingpong):

@@ -59,15 +59,15 @@ _SINGLE_PAIRS: Tiles = ((Tile(128, 192, 1, 1, pingpong=True), 1.0),)
 _SINGLE_DPAIRS: Tiles = ((Tile(128, 128, 1, 1, pingpong=True), 1.0),)
 _SOME_DPAIRS: Tiles = ((Tile(128, 128, 1, 2, pingpong=True), 1.0), (Tile(128, 128, 1, 1, pingpong=True), 1.022))
 # In FP8 with sums in float32 a tile of 128 columns has two sets of registers for products, one of 192 a single one
-# (`sm90_sums`), and is quicker wherever experts have tokens enough. By blocks FC1 in pairs and weight gradients have 128.
+# (`sm90_sums`), and is quicker wherever experts have tokens enough. By blocks weight gradients have 128.
 _SINGLE_BLOCK: Tiles = ((Tile(128, 128, 1, 1), 1.0),)
 _SINGLE_APART: Tiles = ((Tile(128, 128, 1, 1, apart=True), 1.0),)
 _BLOCKS_APART: Tiles = (*_SINGLE_APART, (Tile(128, 128, 1, 2, apart=True), 0.96))
 _BESIDE_APART: Tiles = ((Tile(128, 128, 1, 2, apart=True), 1.0),)
-_SPLIT_MANY: Tiles = ((Tile(128, 128, 1, 2, apart=True), 0.95), (Tile(128, 128), 1.0))
 _WIDE: Tiles = ((Tile(128, 192, 1, 1, apart=True), 1.0),)
 _WIDE_BLOCKS: Tiles = (*_WIDE, (Tile(128, 128, 1, 2, apart=True), 1.04))
-_WIDE_SPLIT: Tiles = (*_WIDE_BLOCKS, (Tile(128, 192, 1, 2, apart=True), 0.985))
+_WIDE_BESIDE = Tile(128, 192, 1, 2, apart=True)
+_WIDE_SPLIT: Tiles = (*_WIDE_BLOCKS, (_WIDE_BESIDE, 0.985))
 # Measured on H200s and H100s (docs/results/): each tile with its time a padded element of the result, relative to the
 # first one's. Weights that are read transposed want a tile of whole strips of 32 or 64 columns: others lie in shared memory
 # in strips of 16 (in tiles of 208 FC1's dgrad took 1.65 ms, in tiles of 192 0.97).
@@ -210,24 +210,22 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ("fp8 fast dglu", Regime.USUAL): _SINGLE_BLOCK,
     ("fp8 split glu", Regime.USUAL): _SINGLE_BLOCK,
     ("fp8 split dglu", Regime.FEW): _SINGLE_BLOCK,
-    ("fp8 split dglu", Regime.SOME): _SINGLE_BLOCK,
     ("fp8 split dglu", Regime.USUAL): (*_WIDE, (Tile(128, 128, 1, 2), 1.06)),
     ("fp8 fast dact", Regime.USUAL): ((Tile(128, 208, pingpong=True), 1.0),),
     ("fp8 fast wgrad", Regime.USUAL): ((Tile(128, 208, pingpong=True), 1.0),),
     ("fp8 split", Regime.FEW): _SINGLE_BLOCK,
-    ("fp8 split", Regime.SOME): _SINGLE_BLOCK,
     ("fp8 split", Regime.USUAL): _WIDE_SPLIT,
     ("fp8 split dact", Regime.FEW): _SINGLE_APART,
-    ("fp8 split dact", Regime.SOME): _SINGLE_APART,
     ("fp8 split dact", Regime.USUAL): _WIDE_SPLIT,
-    ("fp8 split wgrad", Regime.FEW): _SINGLE_APART,
-    ("fp8 split wgrad", Regime.SOME): _SINGLE_APART,
+    ("fp8 split wgrad", Regime.FEW): _WIDE,
+    ("fp8 split wgrad", Regime.SOME): (*_WIDE, (_WIDE_BESIDE, 0.98)),
     ("fp8 split wgrad", Regime.USUAL): (*_WIDE, (Tile(128, 128, 1, 1, apart=True), 1.025)),
     ("blocks", Regime.FEW): _BLOCKS_APART,
     ("blocks", Regime.USUAL): _WIDE_BLOCKS,
     ("blocks pairs", Regime.USUAL): _BLOCKS_APART,
-    ("blocks pairs deep", Regime.USUAL): _BLOCKS_APART,
-    ("blocks pairs deep", Regime.MANY): _SPLIT_MANY,
+    ("blocks pairs deep", Regime.FEW): _BLOCKS_APART,
+    ("blocks pairs deep", Regime.SOME): _BLOCKS_APART,
+    ("blocks pairs deep", Regime.USUAL): ((Tile(128, 192, 1, 1), 1.0), (Tile(128, 128, 1, 2, apart=True), 1.02)),
     ("blocks dact", Regime.FEW): _SINGLE_BLOCK,
     ("blocks dact", Regime.USUAL): (*_WIDE, (Tile(128, 128, 1, 2, apart=True), 1.06)),
     ("blocks wgrad", Regime.USUAL): _SINGLE_APART,
