@@ -73,8 +73,8 @@ class BlockKernels(Kernels, Protocol):
         """Rows of x (T, columns), and its columns if asked for.
 
         Args:
-            saved: the columns are kept for a backward, in as few bytes as they take, or in next to none more where that
-                spares time; `turn_blocks` follows.
+            saved: the columns are kept for a backward, in as few bytes as they take, or up to two percent more where that
+                spares turning them; `turn_blocks` follows.
         """
 
     def block_dact_rows(
