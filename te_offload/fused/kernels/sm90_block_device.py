@@ -19,7 +19,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from quack.compile_utils import make_fake_tensor
 from quack.epilogue.ops import EpiOp, EpiSmemBytes
 from quack.tile_scheduler import WorkTileInfo
@@ -41,7 +41,7 @@ from te_offload.fused.kernels.sm90_device import (
 from te_offload.fused.kernels.sm90_experts import ByExpert, GradsByTable, WeightsByTable
 from te_offload.fused.kernels.sm90_fp8_device import PaddedColumns
 from te_offload.fused.kernels.sm90_order import RowsTogether
-from te_offload.fused.kernels.sm90_sums import SplitSums, of_both
+from te_offload.fused.kernels.sm90_sums import SplitSums, lane_of, of_rows
 
 BLOCK = 128
 SCALE_TABLE = "scale_table"
@@ -144,6 +144,12 @@ class _Columns(_Argument):
         )
 
 
+@cute.jit
+def row_of(coords, m: cutlass.Constexpr, second):
+    """The fragment's first row of two in its tile, or the second one."""
+    return Int32(cutlass.select_(second > 0, coords[(0, 1, 0), m, 0][0], coords[(0, 0, 0), m, 0][0]))
+
+
 class _Scaled(SplitSums):
     """What is added is scaled."""
 
@@ -177,6 +183,20 @@ class _Scaled(SplitSums):
         return Scheduler
 
     @cute.jit
+    def advance(self, places, step):
+        """See `SplitSums`. Places begin with addresses, and what lies between the scales of two tiles of K at each."""
+        addresses, strides = places[:2]
+        for i in cutlass.range_constexpr(cute.size(addresses)):
+            addresses[i] = addresses[i] + Int64(step * strides[i]) * 4
+
+    @cute.jit
+    def load(self, found, acc, places):
+        """See `SplitSums`."""
+        addresses = places[0]
+        for i in cutlass.range_constexpr(cute.size(addresses)):
+            found[i] = cute.make_ptr(Float32, addresses[i], cute.AddressSpace.gmem, assumed_align=4).load()
+
+    @cute.jit
     def add(self, acc, acc_slow, factors):
         """A fragment is ((2, 2, columns / 8), rows / 64, columns / 128): its rows are the second number of the first mode,
         and the second mode.
@@ -201,11 +221,11 @@ class RowScales(_Scaled, WeightsByTable):
     _widths: tuple[int, ...] = (BLOCK, BLOCK + BLOCK // 2)
 
     def count(self, acc: Any) -> Any:
-        """Those of a thread's rows, and the weights'."""
+        """Those of a lane's row, and the weights'."""
         _, columns, depth = self.cta_tile_shape_mnk
         assert columns in self._widths, f"tiles have {self._widths} columns"
         assert depth == BLOCK and not self.pingpong, "a tile of K is a block, and both warp groups share a tile"
-        return 2 * cute.size(acc.shape, mode=[1]) + self._parts()
+        return cute.size(acc.shape, mode=[1]) + self._parts()
 
     def _parts(self) -> int:
         columns = self.cta_tile_shape_mnk[1]
@@ -213,21 +233,25 @@ class RowScales(_Scaled, WeightsByTable):
 
     @cute.jit
     def places(self, acc, coords):
-        """Of each row of the fragment in A; the lane's one of two tiles of K; where B's parts begin."""
+        """Of the lane's row of the fragment in A, and of B's parts, for its one of two tiles of K."""
         tile = self._noted.tile
         a_scales, b_scales, starts, scale_table = self._noted.operand.more
         begin = starts[tile[3]] + tile[0] * self.cta_tile_shape_mnk[0]
         last = starts[tile[3] + 1] - 1
-        rows = cute.make_rmem_tensor((2 * cute.size(acc.shape, mode=[1]),), Int32)
-        for i in cutlass.range_constexpr(cute.size(rows)):
-            rows[i] = cutlass.min(begin + coords[(0, i % 2, 0), i // 2, 0][0], last)
-        blocks = self.blocks()
-        weights, stride = cute.make_rmem_tensor((len(blocks),), Int32), Int32(b_scales.stride[1])
+        one, second = lane_of()
+        own = cutlass.min(one, a_scales.shape[0] - 1)
+        addresses, strides = cute.make_rmem_tensor((self.count(acc),), Int64), []
+        count, blocks = const_expr(cute.size(acc.shape, mode=[1])), self.blocks()
+        for m in cutlass.range_constexpr(count):
+            row = cutlass.min(begin + row_of(coords, m, second), last)
+            addresses[m] = (a_scales.iterator + (row + own * Int32(a_scales.stride[0]))).toint()
+            strides.append(Int32(a_scales.stride[0]))
+        scales, stride = b_scales[scale_table[tile[3]], 0, None].iterator, Int32(b_scales.stride[1])
         for i in cutlass.range_constexpr(len(blocks)):
-            weights[i] = cutlass.min(blocks[i], b_scales.shape[1] - 1) * stride
-        own = cute.make_rmem_tensor((1,), Int32)
-        own[0] = cutlass.min(cute.arch.lane_idx() % 2, a_scales.shape[0] - 1)
-        return rows, own, weights, b_scales[scale_table[tile[3]], 0, None].iterator, self.more_places()
+            block = cutlass.min(blocks[i], b_scales.shape[1] - 1)
+            addresses[count + i] = (scales + (block * stride + own)).toint()
+            strides.append(Int32(1))
+        return addresses, strides, self.more_places()
 
     def more_places(self) -> Any:
         """What a subclass's `factors` needs of a tile."""
@@ -239,24 +263,10 @@ class RowScales(_Scaled, WeightsByTable):
         tile, parts = self._noted.tile[1], const_expr(self._parts())
         return [(tile * parts + i) // min(parts, 2) for i in range(parts)]
 
-    @cute.jit
-    def load(self, found, acc, places, step: cutlass.Constexpr):
-        """See `SplitSums`."""
-        rows, own, weights, scales, _ = places
-        a_scales = self._noted.operand.more[0]
-        count = const_expr(cute.size(rows))
-        if const_expr(step > 0):
-            own[0] = cutlass.min(own[0] + step, a_scales.shape[0] - 1)
-        first = own[0] * Int32(a_scales.stride[0])
-        for i in cutlass.range_constexpr(count):
-            found[i] = (a_scales.iterator + (first + rows[i])).load()
-        for i in cutlass.range_constexpr(cute.size(weights)):
-            found[count + i] = (scales + (weights[i] + own[0])).load()
-
     def prepare(self, acc: Any, found: Any) -> Any:
         """Of both tiles of K, of each row and part of the columns: both inverse scales."""
-        count = 2 * cute.size(acc.shape, mode=[1])
-        return of_both([found[i] * found[count + part] for part in range(self._parts()) for i in range(count)])
+        count = cute.size(acc.shape, mode=[1])
+        return of_rows([found[m] * found[count + part] for part in range(self._parts()) for m in range(count)])
 
     @cute.jit
     def factors(self, acc, prepared, one, places):
@@ -271,9 +281,9 @@ class BothScales(_Scaled, GradsByTable):
     """A's are by row, B's by column: a warp group's threads load a column each, and find all of theirs in shared memory."""
 
     def count(self, acc: Any) -> Any:
-        """Those of a thread's rows, and of both tiles of K a column's."""
+        """Those of a lane's row, and of both tiles of K a column's."""
         assert self.cta_tile_shape_mnk[1:] == (BLOCK, BLOCK) and not self.pingpong, "a column a thread"
-        return 2 * cute.size(acc.shape, mode=[1]) + 2
+        return cute.size(acc.shape, mode=[1]) + 2
 
     def epi_get_smem_tensors(self, params: Any, storage: Any) -> Any:
         """QuACK's."""
@@ -283,26 +293,24 @@ class BothScales(_Scaled, GradsByTable):
 
     @cute.jit
     def places(self, acc, coords):
-        """Where the scales of each row of the fragment lie, of the lane's one of two tiles of K, and those of the thread's
-        column, of both; and where those of the last tile of K do.
-        """
+        """Of the lane's row of the fragment, for its one of two tiles of K, and of the thread's column, for both."""
         tile = self._noted.tile
         a_scales, b_scales, starts = self._noted.operand.more
         row, column = tile[0] * self.cta_tile_shape_mnk[0], tile[1] * self.cta_tile_shape_mnk[1]
         first, end = starts[tile[3]] // BLOCK, a_scales.shape[0] - 1  # an expert without tokens has no block
-        stride, own = Int32(a_scales.stride[0]), cutlass.min(first + cute.arch.lane_idx() % 2, end)
-        rows = cute.make_rmem_tensor((2 * cute.size(acc.shape, mode=[1]),), Int32)
-        row_ends = cute.make_rmem_tensor(rows.shape, Int32)
-        for i in cutlass.range_constexpr(cute.size(rows)):
-            within = cutlass.min(row + coords[(0, i % 2, 0), i // 2, 0][0], a_scales.shape[1] - 1)
-            rows[i], row_ends[i] = within + own * stride, within + end * stride
+        one, second = lane_of()
+        addresses, strides = cute.make_rmem_tensor((self.count(acc),), Int64), []
+        count, stride = const_expr(cute.size(acc.shape, mode=[1])), Int32(a_scales.stride[0])
+        for m in cutlass.range_constexpr(count):
+            within = cutlass.min(row + row_of(coords, m, second), a_scales.shape[1] - 1)
+            addresses[m] = (a_scales.iterator + (within + cutlass.min(first + one, end) * stride)).toint()
+            strides.append(stride)
         thread, _, _ = cute.arch.thread_idx()
         stride, column = Int32(b_scales.stride[0]), cutlass.min(column + thread % BLOCK, b_scales.shape[1] - 1)
-        columns, column_ends = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Int32)
-        for one in cutlass.range_constexpr(2):
-            columns[one] = column + cutlass.min(first + one, end) * stride
-            column_ends[one] = column + end * stride
-        return rows, row_ends, columns, column_ends, self.shared_of(thread)
+        for i in cutlass.range_constexpr(2):
+            addresses[count + i] = (b_scales.iterator + (column + cutlass.min(first + i, end) * stride)).toint()
+            strides.append(stride)
+        return addresses, strides, self.shared_of(thread)
 
     @cute.jit
     def shared_of(self, thread):
@@ -324,32 +332,15 @@ class BothScales(_Scaled, GradsByTable):
         at = address + 4 * one * self._columns.stride[2]
         return cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=align)
 
-    @cute.jit
-    def load(self, found, acc, places, step: cutlass.Constexpr):
-        """See `SplitSums`."""
-        a_scales, b_scales, _ = self._noted.operand.more
-        rows, row_ends, columns, column_ends, _ = places
-        self.load_next(found, rows, row_ends, Int32(a_scales.stride[0]), step, a_scales.iterator)
-        of_columns = cute.make_tensor(found.iterator + cute.size(rows), cute.make_layout(2))
-        self.load_next(of_columns, columns, column_ends, Int32(b_scales.stride[0]), step, b_scales.iterator)
-
-    @cute.jit
-    def load_next(self, found, places, ends, stride, step: cutlass.Constexpr, scales):
-        """Of places that are ``step`` tiles of K further on."""
-        for i in cutlass.range_constexpr(cute.size(places)):
-            if const_expr(step > 0):
-                places[i] = cutlass.min(places[i] + step * stride, ends[i])
-            found[i] = (scales + places[i]).load()
-
     def prepare(self, acc: Any, found: Any) -> Any:
         """Of both tiles of K each row's, and the column's."""
-        count = 2 * cute.size(acc.shape, mode=[1])
-        return of_both([found[i] for i in range(count)]), (found[count], found[count + 1])
+        count = cute.size(acc.shape, mode=[1])
+        return of_rows([found[m] for m in range(count)]), (found[count], found[count + 1])
 
     @cute.jit
     def publish(self, prepared, places):
         """The column's, in the other turn's place."""
-        shared = places[4]
+        shared = places[2]
         shared[0] = shared[0] + shared[2]
         shared[1] = shared[1] + shared[2]
         shared[2] = -shared[2]
@@ -363,7 +354,7 @@ class BothScales(_Scaled, GradsByTable):
         """Of each row, and of each column."""
         groups, parts = const_expr(cute.size(acc.shape[0][2])), const_expr(cute.size(acc.shape, mode=[2]))
         found = cute.make_rmem_tensor((2, groups, parts), Float32)
-        own = cute.make_tensor(self.own(places[4][1], one, 16), cute.make_layout(cute.size(found)))
+        own = cute.make_tensor(self.own(places[2][1], one, 16), cute.make_layout(cute.size(found)))
         cute.autovec_copy(own, cute.make_tensor(found.iterator, own.layout))
         return prepared[0][one], found
 

@@ -24,7 +24,7 @@ from te_offload.fused.kernels.sm90_block_device import BY_ROW, RowScales
 from te_offload.fused.kernels.sm90_device import BIAS, COLUMN, DSCALE, ROW, SCALE, linear, make_kernel
 from te_offload.fused.kernels.sm90_glu_device import KINDS, Halves, Paired
 from te_offload.fused.kernels.sm90_order import RowsTogether
-from te_offload.fused.kernels.sm90_sums import of_both
+from te_offload.fused.kernels.sm90_sums import of_rows, of_tiles
 
 HALF_TILE = 64
 """Columns of each half in a tile of FC1's, of which a half is a multiple where it is one block of columns."""
@@ -71,9 +71,9 @@ class PairedRowScales(Paired, RowScales):
 
     def prepare(self, acc: Any, found: Any) -> Any:
         """Of both tiles of K: each row's, and those of the first and second columns of pairs, block by block."""
-        count = 2 * cute.size(acc.shape, mode=[1])
+        count = cute.size(acc.shape, mode=[1])
         of_columns = [found[i] for i in range(count, self.count(acc))]
-        return of_both([found[i] for i in range(count)]), of_both(of_columns)
+        return of_rows([found[m] for m in range(count)]), of_tiles(of_columns)
 
     @cute.jit
     def factors(self, acc, prepared, one, places):
