@@ -99,10 +99,10 @@ def test_every_fp8_kernel_compiles_for_sm_90a(running: Running) -> None:
 
 def test_every_kernel_of_fp8_by_blocks_compiles_for_sm_90a(running: Running) -> None:
     printed, kernels = compiled(running, "blocks")
-    # a product alone, and fc2_dgrad for all five activations, in use and in other tiles; with both kinds of biases; three
-    # wgrads, which have others for many tokens; for both orders of columns fc1 with and without bias, and in
+    # a product alone, and fc2_dgrad for all five activations, in use and in other tiles; with both kinds of biases and
+    # three wgrads, which have others for many tokens; for both orders of columns fc1 with and without bias, and in
     # other tiles
-    products = 4 + 5 * 4 + 2 + 2 * 3 + 2 * (2 + 2)
+    products = 4 + 5 * 4 + 2 * (2 + 3) + 2 * (2 + 2)
     # sums; quantizers of rows alone and with columns both ways, of what both activations make, of the columns of one, of
     # weights one way and both, of what each gate makes and the columns of that, of pairs with columns and without
     rest = 1 + 3 + 2 + 1 + 2 + 3 * 2 + 2 * 2
