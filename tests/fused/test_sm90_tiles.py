@@ -215,12 +215,24 @@ def test_sums_of_float32_take_192_columns_where_experts_have_tokens_enough_and_t
     product: str, regime: sm90_tiles.Regime
 ) -> None:
     def columns(width: int) -> int:
-        tile = sm90_tiles.tile_for(product, regime, 2048, width, 2816)
+        tile = sm90_tiles.tile_for(product, regime, 2048, width, 2048)
         assert tile.rows == 128 and not tile.pingpong
         return tile.columns
 
     assert {columns(width) for width in (2880, 2688, 7168)} == {192}
     assert columns(256) == 128  # a tile and a part would be 384
+
+
+@pytest.mark.parametrize("regime", ENOUGH)
+def test_long_sums_by_blocks_take_two_tiles_of_128_columns_beside_each_other_where_192_pad_no_less(
+    regime: sm90_tiles.Regime,
+) -> None:
+    def tile(width: int, depth: int) -> tuple[int, ...]:
+        return sm90_tiles.tile_for("blocks", regime, None, width, depth)[1:4]
+
+    assert {tile(width, 4096) for width in (4096, 6144, 7168)} == {(128, 1, 2)}  # 192 pad 128, 0 and 128
+    assert {tile(width, 4096) for width in (2688, 2880)} == {(192, 1, 1)}  # 21 or 22.5 of 128 would be 22 or 24
+    assert tile(7168, 2048) == (192, 1, 1) and tile(4096, 2048) == (128, 1, 2)  # short sums: 1.8% and 3.1% more
 
 
 def test_sums_of_float32_take_192_columns_with_some_tokens_an_expert_and_weight_gradients_with_few() -> None:
