@@ -59,7 +59,8 @@ _SINGLE_PAIRS: Tiles = ((Tile(128, 192, 1, 1, pingpong=True), 1.0),)
 _SINGLE_DPAIRS: Tiles = ((Tile(128, 128, 1, 1, pingpong=True), 1.0),)
 _SOME_DPAIRS: Tiles = ((Tile(128, 128, 1, 2, pingpong=True), 1.0), (Tile(128, 128, 1, 1, pingpong=True), 1.022))
 # In FP8 with sums in float32 a tile of 128 columns has two sets of registers for products, one of 192 a single one
-# (`sm90_sums`), and is quicker wherever experts have tokens enough. By blocks weight gradients have 128.
+# (`sm90_sums`), and is quicker wherever experts have tokens enough; by blocks, whose loop has got shorter, two of 128
+# beside each other are where sums are long, and where 192 pad more. By blocks weight gradients have 128.
 _SINGLE_BLOCK: Tiles = ((Tile(128, 128, 1, 1), 1.0),)
 _SINGLE_APART: Tiles = ((Tile(128, 128, 1, 1, apart=True), 1.0),)
 _BLOCKS_APART: Tiles = (*_SINGLE_APART, (Tile(128, 128, 1, 2, apart=True), 0.96))
