@@ -60,14 +60,14 @@ _SINGLE_DPAIRS: Tiles = ((Tile(128, 128, 1, 1, pingpong=True), 1.0),)
 _SOME_DPAIRS: Tiles = ((Tile(128, 128, 1, 2, pingpong=True), 1.0), (Tile(128, 128, 1, 1, pingpong=True), 1.022))
 # In FP8 with sums in float32 a tile of 128 columns has two sets of registers for products, one of 192 a single one
 # (`sm90_sums`), and is quicker wherever experts have tokens enough; by blocks, whose loop has got shorter, two of 128
-# beside each other are where sums are long, and where 192 pad more. By blocks weight gradients have 128.
+# beside each other are where 192 pad more, and with long sums where they pad as much. By blocks weight gradients have 128.
 _SINGLE_BLOCK: Tiles = ((Tile(128, 128, 1, 1), 1.0),)
 _SINGLE_APART: Tiles = ((Tile(128, 128, 1, 1, apart=True), 1.0),)
-_BLOCKS_APART: Tiles = (*_SINGLE_APART, (Tile(128, 128, 1, 2, apart=True), 0.96))
-_BESIDE_APART: Tiles = ((Tile(128, 128, 1, 2, apart=True), 1.0),)
+_APART_BESIDE = Tile(128, 128, 1, 2, apart=True)
+_BLOCKS_APART: Tiles = (*_SINGLE_APART, (_APART_BESIDE, 0.96))
 _WIDE: Tiles = ((Tile(128, 192, 1, 1, apart=True), 1.0),)
 _WIDE_BESIDE = Tile(128, 192, 1, 2, apart=True)
-_WIDE_SPLIT: Tiles = (*_WIDE, (Tile(128, 128, 1, 2, apart=True), 1.04), (_WIDE_BESIDE, 0.985))
+_WIDE_SPLIT: Tiles = (*_WIDE, (_APART_BESIDE, 1.04), (_WIDE_BESIDE, 0.985))
 # Measured on H200s and H100s (docs/results/): each tile with its time a padded element of the result, relative to the
 # first one's. Weights that are read transposed want a tile of whole strips of 32 or 64 columns: others lie in shared memory
 # in strips of 16 (in tiles of 208 FC1's dgrad took 1.65 ms, in tiles of 192 0.97).
@@ -221,17 +221,17 @@ _TILES: dict[tuple[str, Regime], Tiles] = {
     ("fp8 split wgrad", Regime.SOME): (*_WIDE, (_WIDE_BESIDE, 0.98)),
     ("fp8 split wgrad", Regime.USUAL): (*_WIDE, (Tile(128, 128, 1, 1, apart=True), 1.025)),
     ("blocks", Regime.FEW): _BLOCKS_APART,
-    ("blocks", Regime.USUAL): (*_WIDE, (Tile(128, 128, 1, 2, apart=True), 1.02)),
+    ("blocks", Regime.USUAL): (*_WIDE, (_APART_BESIDE, 1.02)),
     ("blocks deep", Regime.FEW): _BLOCKS_APART,
-    ("blocks deep", Regime.USUAL): (*_WIDE, (Tile(128, 128, 1, 2, apart=True), 0.98)),
+    ("blocks deep", Regime.USUAL): (*_WIDE, (_APART_BESIDE, 0.98)),
     ("blocks pairs", Regime.USUAL): _BLOCKS_APART,
     ("blocks pairs deep", Regime.FEW): _BLOCKS_APART,
     ("blocks pairs deep", Regime.SOME): _BLOCKS_APART,
-    ("blocks pairs deep", Regime.USUAL): ((Tile(128, 192, 1, 1), 1.0), (Tile(128, 128, 1, 2, apart=True), 0.99)),
+    ("blocks pairs deep", Regime.USUAL): ((Tile(128, 192, 1, 1), 1.0), (_APART_BESIDE, 0.99)),
     ("blocks dact", Regime.FEW): _SINGLE_BLOCK,
-    ("blocks dact", Regime.USUAL): (*_WIDE, (Tile(128, 128, 1, 2, apart=True), 1.06)),
+    ("blocks dact", Regime.USUAL): (*_WIDE, (_APART_BESIDE, 1.06)),
     ("blocks wgrad", Regime.USUAL): _SINGLE_APART,
-    ("blocks wgrad", Regime.MANY): _BESIDE_APART,
+    ("blocks wgrad", Regime.MANY): ((_APART_BESIDE, 1.0),),
 }
 # What an H200, whose memory gives 4.8 TB/s for an H100's 3.35, likes better: what a cluster does not load twice is worth
 # less there, and what it pads as much. A product that is not here takes what is above.
