@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("quack", reason="quack-kernels, whose tiles these are, is not installed here")
 
-from te_offload.fused.kernels import sm90_tiles
+from te_offload.fused.kernels import sm90_tile_lists, sm90_tiles
 from tests.support.together import all_together
 
 if TYPE_CHECKING:
@@ -83,8 +83,10 @@ def test_gradients_stay_in_single_tiles_on_an_h200_where_clusters_would_pad_them
 
 
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)
-@pytest.mark.parametrize("product", ["glu", "dglu", "blocks", "fp8 fast", "fp8 split dact"])
-def test_what_no_h200_was_asked_about_has_the_same_tiles_there(product: str, regime: sm90_tiles.Regime) -> None:
+@pytest.mark.parametrize("product", ["dglu", "blocks", "blocks dact", "fp8 split dact", "fp8 split wgrad"])
+def test_what_gains_nothing_by_tiles_of_its_own_has_the_same_on_an_h200(
+    product: str, regime: sm90_tiles.Regime
+) -> None:
     of = sm90_tiles.tiles_of(quick_memory=True)
     for width in WIDTHS:
         assert of(product, regime, None, width, 2048) == sm90_tiles.tile_for(product, regime, None, width, 2048)
@@ -102,9 +104,13 @@ def test_dgrad_of_fc1_takes_clusters_beside_each_other(regime: sm90_tiles.Regime
     assert [tile[2:4] for tile in tiles] == [(1, 2), (1, 2)]  # of 512 columns, of few tokens 256; of 384
 
 
+@pytest.mark.parametrize("quick_memory", [False, True])
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)
-def test_tiles_of_gated_activations_hold_whole_blocks_of_32_columns_of_each_half(regime: sm90_tiles.Regime) -> None:
-    tiles = {sm90_tiles.tile_for("glu", regime, None, width, depth) for width in WIDTHS for depth in (1408, 14336)}
+def test_tiles_of_gated_activations_hold_whole_blocks_of_32_columns_of_each_half(
+    regime: sm90_tiles.Regime, quick_memory: bool
+) -> None:
+    of = sm90_tiles.tiles_of(quick_memory=quick_memory)
+    tiles = {of("glu", regime, None, width, depth) for width in WIDTHS for depth in (1408, 14336)}
     assert tiles and all(tile.columns % 64 == 0 for tile in tiles)
     assert all(tile.columns // tile.cluster_rows % 64 == 0 for tile in tiles)  # what each of two above each other loads
     rows = {sm90_tiles.tile_for("wgrad", regime, width, 2048).rows for width in WIDTHS}
@@ -253,7 +259,7 @@ def test_warp_groups_store_apart_where_sums_are_of_float32(product: str, regime:
 def test_pairs_of_128_columns_are_stored_together_192_columns_apart_and_nothing_apart_by_turns() -> None:
     tiles = {
         (product, sm90_tiles.tile_for(product, regime, rows, width, depth))
-        for product, _ in sm90_tiles._TILES
+        for product, _ in sm90_tile_lists.TILES
         for regime in sm90_tiles.Regime
         for rows in (None, 2048)
         for width in WIDTHS[:64]
@@ -264,9 +270,10 @@ def test_pairs_of_128_columns_are_stored_together_192_columns_apart_and_nothing_
     assert not any(tile.apart and tile.pingpong for _, tile in tiles)
 
 
-def test_tests_that_ask_for_it_have_no_tile_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quick_memory", [False, True])
+def test_tests_that_ask_for_it_have_no_tile_apart(monkeypatch: pytest.MonkeyPatch, quick_memory: bool) -> None:
     def apart() -> bool:
-        return sm90_tiles.tile_for("blocks wgrad", sm90_tiles.Regime.USUAL, 2048, 1408).apart
+        return sm90_tiles.tiles_of(quick_memory=quick_memory)("blocks wgrad", sm90_tiles.Regime.USUAL, 2048, 1408).apart
 
     before = apart()
     with all_together(monkeypatch):

@@ -74,9 +74,9 @@ def wgrads(
 
 def tiles_in_use() -> list[Tile]:
     """Single ones first."""
-    from te_offload.fused.kernels.sm90_tiles import _TILES, Regime
+    from te_offload.fused.kernels.sm90_tile_lists import TILES, Regime
 
-    tiles = {tile for regime in Regime for tile, _ in _TILES["wgrad", regime]}
+    tiles = {tile for regime in Regime for tile, _ in TILES["wgrad", regime]}
     return sorted(tiles, key=lambda tile: (tile.cluster_rows * tile.cluster_columns, tile))
 
 
