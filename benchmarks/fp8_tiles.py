@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.grouped_mlp import Step, captured, milliseconds, split
 from benchmarks.tiles import IN_USE, REST_S, parse_tile, random_split
+from te_offload.fused import machine
 from te_offload.fused.kernels import sm90_block_glu, sm90_blocks, sm90_fp8, sm90_fp8_glu, sm90_tiles
 from te_offload.fused.kernels.interface import Gate, Gated, Orders, SquaredReLU, TileCount, TileOrder
 from te_offload.fused.kernels.sm90_launch import Tile
@@ -173,8 +174,10 @@ class Products:
     """The products of a forward, and of a backward, a way."""
 
     def __init__(self, case: CurrentCase, way: Way) -> None:
+        in_use = sm90_tiles.tiles_of(quick_memory=machine.has_quick_memory())
+
         def tile_for(product: str, *shape: Any) -> Tile:
-            return way.get(self._now) or sm90_tiles.tile_for(product, *shape)
+            return way.get(self._now) or in_use(product, *shape)
 
         self._case, self._now = case, ""
         self._kernels = case.kernels(tile_for)
