@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -80,6 +80,24 @@ def test_gradients_stay_in_single_tiles_on_an_h200_where_clusters_would_pad_them
 
     assert cluster(1408, 2048, quick_memory=True) == (1, 1) != cluster(1408, 2048, quick_memory=False)  # 11 of 128
     assert cluster(2048, 1408, quick_memory=True) == (2, 1)  # 16
+
+
+@pytest.mark.parametrize(
+    ("product", "regime", "shape", "h100", "h200"),
+    [
+        ("fp8 fast", "MODEST", (None, 2048, 1408), (208, 1, 2), (192, 1, 1)),
+        ("fp8 split", "USUAL", (None, 4096, 3072), (192, 1, 2), (128, 1, 2)),
+        ("glu", "MODEST", (None, 2816, 2048), (128, 1, 2), (192, 1, 1)),
+        ("blocks pairs", "USUAL", (None, 3072, 4096), (128, 1, 2), (192, 1, 1)),
+        ("blocks wgrad", "MODEST", (2048, 1408), (128, 1, 1), (128, 2, 1)),
+        ("blocks wgrad", "MANY", (28672, 4096), (128, 1, 2), (128, 2, 1)),
+    ],
+)
+def test_an_h200_has_tiles_of_its_own_for_gated_activations_and_in_fp8(
+    product: str, regime: str, shape: tuple[Any, ...], h100: tuple[int, int, int], h200: tuple[int, int, int]
+) -> None:
+    for quick, expected in ((False, h100), (True, h200)):
+        assert sm90_tiles.tiles_of(quick_memory=quick)(product, sm90_tiles.Regime[regime], *shape)[1:4] == expected
 
 
 @pytest.mark.parametrize("regime", sm90_tiles.Regime)

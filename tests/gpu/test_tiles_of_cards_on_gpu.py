@@ -10,6 +10,8 @@ from tests.support.mlp import seeded
 
 pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not installed here")
 
+from benchmarks import fp8_tiles, tiles
+from te_offload.fused import machine
 from te_offload.fused.kernels.sm90_tiles import Regime, tile_for, tiles_of
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +69,23 @@ def test_tiles_of_either_card_give_the_same_bits(regime: str, hidden: int, ffn: 
         assert torch.equal(one.view(torch.int16), found[name].view(torch.int16)), name
     far = (dscales - other).abs().max() / dscales.abs().max()  # some rows' sums nearly cancel
     assert far < 1e-6  # summed in parts as wide as a tile
+
+
+@pytest.mark.parametrize("regime", TOKENS)
+@pytest.mark.parametrize("recipe", ["bf16", *fp8_tiles.RECIPES])
+def test_with_gated_activations_and_in_fp8_too(recipe: str, regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, found = [TOKENS[regime] + extra for extra in (-77, 0, 77, 13, -13, 0)], []
+    for quick in (False, True):
+        monkeypatch.setattr(machine, "has_quick_memory", lambda quick=quick: quick)
+        if recipe == "bf16":
+            results = tiles.Products(tiles.Case(HIDDEN, FFN, sizes, gated=True), {}).step()
+        else:
+            products = fp8_tiles.Products(fp8_tiles.RECIPES[recipe](HIDDEN, FFN, sizes, gated=True), {})
+            results = *products.forward(), *products.backward()
+        found.append([result.clone() for result in results])
+    for one, other in zip(*found, strict=True):
+        assert bool(one.isfinite().all()) and one.any()
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
 def test_the_two_cards_have_different_tiles_here() -> None:

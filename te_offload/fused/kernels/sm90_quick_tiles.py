@@ -119,8 +119,8 @@ QUICK_MEMORY: dict[tuple[str, Regime], Tiles] = {
         (WGRAD_BESIDE, 1.059),
     ),
     ("glu", Regime.MODEST): (
-        (_SINGLE, 1.0),
-        (BESIDE, 1.013),
+        (BESIDE, 1.0),
+        (_SINGLE, 1.005),
         (Tile(128, 128, 1, 2, pingpong=True), 1.047),
         (Tile(128, 128, 1, 1, pingpong=True), 1.067),
     ),
