@@ -9,7 +9,7 @@ and with random routing, as graphs in turns shuffled anew each time, without a r
 (`cool`); tiles are written as `benchmarks.tiles` has them. Printed is for each product what is in use and what is quickest.
 
 `--fit` needs no GPU. A time is taken for a product of three numbers: one of the shape, one of the tile, and the elements
-of the result in whole clusters of tiles; the tile's number, relative to the least, is what `sm90_tiles` has beside it. The
+of the result in whole clusters of tiles; the tile's number, relative to the least, is what `sm90_tile_lists` has. The
 fit is of logarithms, by least squares, a product and regime of tokens an expert at a time. It says beside that how much
 longer than in the quickest tile the products take, on average and at most: with what is in use and with the fit.
 """
