@@ -39,10 +39,13 @@ from te_offload.fused.kernels.experts import Experts
 from te_offload.fused.kernels.fp8_interface import QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.interface import Activation, Gate, Gated, SquaredReLU, TileCount
 from te_offload.fused.kernels.sm90_launch import Tile
+from te_offload.fused.kernels.sm90_tiles import tile_for, tiles_of
 from te_offload.ops.scaling import BlockFormat, BlockScaling, Scaling
 
 EXPERTS, HIDDEN, FFN, DEEP_FFN = 4, 2048, 1408, 2688
 FEW, USUAL, MANY = 512, 2048, 8192  # tokens, for which other tiles are taken
+Choice = Callable[..., Tile]
+H200 = tiles_of(quick_memory=True)
 # Of sums of float32, for other widths or fewer tokens.
 OTHERS = Tile(128, 128), Tile(128, 128, 1, 2, apart=True), Tile(128, 192, 1, 2, apart=True)
 
@@ -87,10 +90,12 @@ def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*size, dtype=dtype, device="cuda")
 
 
-def compile_all(dtype: torch.dtype, activation: SquaredReLU, tokens: int, ffn: int = FFN) -> int:
+def compile_all(
+    dtype: torch.dtype, activation: SquaredReLU, tokens: int, ffn: int = FFN, tiles: Choice = tile_for
+) -> int:
     """Run forward and backward without launching; the number of launches that there would have been."""
     launches = Launches()
-    kernels = sm90.Sm90Kernels(activation)
+    kernels = sm90.Sm90Kernels(activation, tiles)
     table, sizes = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS, dtype=torch.int64)
     offsets, counts = kernels.offsets(sizes, empty(tokens, HIDDEN, dtype=dtype))
     of_fc1, of_fc2 = [Experts(empty(EXPERTS, *shape, dtype=dtype), table) for shape in ((ffn, HIDDEN), (HIDDEN, ffn))]
@@ -124,10 +129,10 @@ def compile_wide_parts(dtype: torch.dtype) -> int:
     return launches.count
 
 
-def compile_glu(dtype: torch.dtype, activation: Gated, tokens: int) -> int:
+def compile_glu(dtype: torch.dtype, activation: Gated, tokens: int, tiles: Choice = tile_for) -> int:
     """The same of what a gated activation takes beside that."""
     launches = Launches()
-    kernels = sm90_glu.Sm90GluKernels(activation)
+    kernels = sm90_glu.Sm90GluKernels(activation, tiles)
     table, sizes = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS, dtype=torch.int64)
     offsets, counts = kernels.offsets(sizes, empty(tokens, HIDDEN, dtype=dtype))
     of_fc1, of_fc2 = [
@@ -152,15 +157,17 @@ def compile_glu(dtype: torch.dtype, activation: Gated, tokens: int) -> int:
 
 def in_others(kernels: Any, activation: Activation, tokens: int) -> list[Any]:
     """Such kernels in tiles for all products; of one number of tokens."""
-    return [type(kernels)(activation, lambda *_, tile=tile: tile) for tile in OTHERS if tokens == USUAL]
+    if kernels._tile_for is H200 or tokens != USUAL:
+        return []
+    return [type(kernels)(activation, lambda *_, tile=tile: tile) for tile in OTHERS]
 
 
-def compile_fp8(activation: Activation, tokens: int) -> int:
+def compile_fp8(activation: Activation, tokens: int, tiles: Choice = tile_for) -> int:
     """The same of what FP8 takes beside that: sums in the tensor cores forward, in float32 backward."""
     launches = Launches()
     vars(fp8).update(dict.fromkeys(("factors_of", "padded_offsets", "keep_magnitudes"), launches_nothing))
     gated = isinstance(activation, Gated)
-    kernels = (sm90_fp8_glu.Sm90Fp8GluKernels if gated else sm90_fp8.Sm90Fp8Kernels)(activation)
+    kernels = (sm90_fp8_glu.Sm90Fp8GluKernels if gated else sm90_fp8.Sm90Fp8Kernels)(activation, tiles)
     wide = 2 * FFN if gated else FFN
     table, offsets = empty(EXPERTS, dtype=torch.int32), empty(EXPERTS + 1, dtype=torch.int32)
     scales, count = empty(tokens, dtype=torch.float32), TileCount(empty(1, dtype=torch.int32), 0)
@@ -219,14 +226,14 @@ def compile_fp8(activation: Activation, tokens: int) -> int:
     return launches.count
 
 
-def compile_blocks(activation: Activation, tokens: int) -> int:
+def compile_blocks(activation: Activation, tokens: int, tiles: Choice = tile_for) -> int:
     """The same of FP8 by blocks; with many tokens sums are long."""
     launches = Launches()
     hidden_size, ffn = (HIDDEN, FFN) if tokens < MANY else (DEEP_FFN, DEEP_FFN)
     scaling = BlockScaling(BlockFormat.FP8)
     vars(fp8)["padded_offsets"] = launches_nothing
     gated = isinstance(activation, Gated)
-    kernels = (sm90_block_glu.Sm90BlockGluKernels if gated else sm90_blocks.Sm90BlockKernels)(activation)
+    kernels = (sm90_block_glu.Sm90BlockGluKernels if gated else sm90_blocks.Sm90BlockKernels)(activation, tiles)
     wide = 2 * ffn if gated else ffn
     offsets, router = empty(EXPERTS + 1, dtype=torch.int32), empty(tokens, dtype=torch.float32)
     count = TileCount(empty(1, dtype=torch.int32), 0)
@@ -303,7 +310,11 @@ def say_stages() -> None:
 
 # Parts, for a process each.
 PARTS: dict[str, list[tuple[Any, ...]]] = {
-    "bf16": [(torch.bfloat16, SquaredReLU(), USUAL), (torch.bfloat16, SquaredReLU(clamp=2.0), USUAL)],
+    "bf16": [
+        (torch.bfloat16, SquaredReLU(), USUAL),
+        (torch.bfloat16, SquaredReLU(clamp=2.0), USUAL),
+        (torch.bfloat16, SquaredReLU(), USUAL, FFN, H200),
+    ],
     "others": [
         (torch.float16, SquaredReLU(), USUAL),
         (torch.float16, SquaredReLU(clamp=2.0), USUAL),
@@ -312,8 +323,9 @@ PARTS: dict[str, list[tuple[Any, ...]]] = {
     ],
 }
 
-GLU = [
+GLU: list[tuple[Any, ...]] = [
     (torch.bfloat16, Gated(Gate.SWIGLU), USUAL),
+    (torch.bfloat16, Gated(Gate.SWIGLU), USUAL, H200),
     (torch.float16, Gated(Gate.SWIGLU), USUAL),
     (torch.bfloat16, Gated(Gate.SWIGLU, (), 32), MANY),
     (torch.bfloat16, Gated(Gate.CLAMPED_QGEGLU, (7.0, 1.702, 1.0)), USUAL),
@@ -335,6 +347,8 @@ if __name__ == "__main__":
                 print(activation, QUANTIZED[sys.argv[1]](activation, tokens), "launches")
             for gated in QUANTIZED_GLU:
                 print(gated, QUANTIZED[sys.argv[1]](gated, USUAL), "launches")
+            for of_h200 in (SquaredReLU(), Gated(Gate.SWIGLU)):
+                print("H200", of_h200, QUANTIZED[sys.argv[1]](of_h200, USUAL, H200), "launches")
         for part in PARTS.get(sys.argv[1], []):
             print(*part, compile_all(*part), "launches")
         for dtype in (torch.bfloat16, torch.float16) if sys.argv[1] == "others" else ():
