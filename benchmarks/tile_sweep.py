@@ -52,7 +52,7 @@ _BF16 = {
 }
 _GATED = {
     "fc1": "192t 192t@1x2 192t@2x1 128t 128t@1x2 128t@2x1 256@1x2 256@2x1",
-    "dact": "128t 128t@1x2 128t@2x1 160t@2x1 192t@2x1 96t@2x1",
+    "dact": "128t 128t@1x2 128t@2x1 160t 160t@2x1 192t@2x1 96t@2x1",
 }
 CANDIDATES: dict[tuple[str, str], dict[str, str]] = {
     ("bf16", "srelu"): _BF16,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import pytest
 import torch
 
@@ -12,7 +15,11 @@ pytest.importorskip("quack", reason="quack-kernels, which has the GEMMs, is not 
 
 from benchmarks import fp8_tiles, tiles
 from te_offload.fused import machine
+from te_offload.fused.kernels import sm90_tiles
 from te_offload.fused.kernels.sm90_tiles import Regime, tile_for, tiles_of
+
+if TYPE_CHECKING:
+    from te_offload.fused.kernels.sm90_launch import Tile
 
 pytestmark = pytest.mark.gpu
 EXPERTS, HIDDEN, FFN, BEYOND = 6, 1152, 896, 5
@@ -71,18 +78,32 @@ def test_tiles_of_either_card_give_the_same_bits(regime: str, hidden: int, ffn: 
     assert far < 1e-6  # summed in parts as wide as a tile
 
 
-@pytest.mark.parametrize("regime", TOKENS)
+@pytest.mark.parametrize(("regime", "ffn"), [("MODEST", 1408), ("USUAL", 1536), ("MANY", 1408)])
 @pytest.mark.parametrize("recipe", ["bf16", *fp8_tiles.RECIPES])
-def test_with_gated_activations_and_in_fp8_too(recipe: str, regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_gated_activations_and_in_fp8_too(
+    recipe: str, regime: str, ffn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes, found = [TOKENS[regime] + extra for extra in (-77, 0, 77, 13, -13, 0)], []
+    chosen: list[list[Tile]] = []
+
+    def noting(*, quick_memory: bool) -> Callable[..., Tile]:
+        def tile(*asked: Any) -> Tile:
+            chosen[-1].append(one := tiles_of(quick_memory=quick_memory)(*asked))
+            return one
+
+        return tile
+
+    monkeypatch.setattr(sm90_tiles, "tiles_of", noting)
     for quick in (False, True):
+        chosen.append([])
         monkeypatch.setattr(machine, "has_quick_memory", lambda quick=quick: quick)
         if recipe == "bf16":
-            results = tiles.Products(tiles.Case(HIDDEN, FFN, sizes, gated=True), {}).step()
+            results = tiles.Products(tiles.Case(2816, ffn, sizes, gated=True), {}).step()
         else:
-            products = fp8_tiles.Products(fp8_tiles.RECIPES[recipe](HIDDEN, FFN, sizes, gated=True), {})
+            products = fp8_tiles.Products(fp8_tiles.RECIPES[recipe](2816, ffn, sizes, gated=True), {})
             results = *products.forward(), *products.backward()
         found.append([result.clone() for result in results])
+    assert chosen[0] != chosen[1]
     for one, other in zip(*found, strict=True):
         assert bool(one.isfinite().all()) and one.any()
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
