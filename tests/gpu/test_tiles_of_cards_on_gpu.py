@@ -78,10 +78,13 @@ def test_tiles_of_either_card_give_the_same_bits(regime: str, hidden: int, ffn: 
     assert far < 1e-6  # summed in parts as wide as a tile
 
 
-@pytest.mark.parametrize(("regime", "ffn"), [("MODEST", 1408), ("USUAL", 1536), ("MANY", 1408)])
+@pytest.mark.parametrize(
+    ("regime", "hidden", "ffn"),
+    [("FEW", 2816, 1536), ("SOME", 2880, 1408), ("MODEST", 2816, 1408), ("USUAL", 2816, 1536), ("MANY", 2816, 1408)],
+)
 @pytest.mark.parametrize("recipe", ["bf16", *fp8_tiles.RECIPES])
 def test_with_gated_activations_and_in_fp8_too(
-    recipe: str, regime: str, ffn: int, monkeypatch: pytest.MonkeyPatch
+    recipe: str, regime: str, hidden: int, ffn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, found = [TOKENS[regime] + extra for extra in (-77, 0, 77, 13, -13, 0)], []
     chosen: list[list[Tile]] = []
@@ -98,9 +101,9 @@ def test_with_gated_activations_and_in_fp8_too(
         chosen.append([])
         monkeypatch.setattr(machine, "has_quick_memory", lambda quick=quick: quick)
         if recipe == "bf16":
-            results = tiles.Products(tiles.Case(2816, ffn, sizes, gated=True), {}).step()
+            results = tiles.Products(tiles.Case(hidden, ffn, sizes, gated=True), {}).step()
         else:
-            products = fp8_tiles.Products(fp8_tiles.RECIPES[recipe](2816, ffn, sizes, gated=True), {})
+            products = fp8_tiles.Products(fp8_tiles.RECIPES[recipe](hidden, ffn, sizes, gated=True), {})
             results = *products.forward(), *products.backward()
         found.append([result.clone() for result in results])
     assert chosen[0] != chosen[1]

@@ -1,0 +1,59 @@
+"""The Python that README and the docs show runs; what needs a GPU is in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.docs_code import LAYERS, LossOf, Model, batches, code_blocks, run
+
+ON_GPU = {"offloading.md 3", *(f"graphs.md {number}" for number in range(1, 5))}  # tests/gpu/test_docs_code_on_gpu.py
+STEPS = 2
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_every_block_of_code_is_run_by_a_test() -> None:
+    assert set(code_blocks()) == ON_GPU | {"README.md 1", "offloading.md 1", "offloading.md 2"}
+
+
+@pytest.mark.parametrize("block", ["README.md 1", "offloading.md 1"])
+def test_session_s_loop_offloads_and_has_the_gradients_of_the_model_alone(
+    block: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, twin = (LossOf(Model("cpu", torch.float32)) for _ in range(2))
+    names = run(code_blocks()[block], "cpu", model=model, batches=batches(STEPS, "cpu", torch.float32))
+    for batch in batches(STEPS, "cpu", torch.float32):
+        twin(batch).backward()
+    assert all(record.bytes_out > 0 for record in names["session"].records)
+    assert "layer0/0.fc1_input" in capsys.readouterr().out
+    expected = gradients(twin)
+    assert expected and all(map(torch.equal, gradients(model), expected))
+
+
+def test_readme_s_ops_are_a_grouped_mlp_one_slot_of_which_stays() -> None:
+    model = LossOf(Model("cpu", torch.float32))
+    names = run(code_blocks()["README.md 1"], "cpu", model=model, batches=batches(1, "cpu", torch.float32))
+    mlp, (x, split_sizes, scales) = names["mlp"], next(batches(1, "cpu"))
+    assert mlp(x, split_sizes, scales, split_sizes).shape == x.shape
+    assert [op.no_offload_activation for op in mlp] == [False, True, False]
+
+
+def test_context_in_place_of_transformer_engine_s_offloads() -> None:
+    names = run(code_blocks()["offloading.md 2"], "cpu")
+    model, twin = Model("cpu", torch.float32), Model("cpu", torch.float32)
+    (batch,) = batches(1, "cpu", torch.float32)
+    x, *more = batch
+    for layer in model.layers:
+        with names["context"]:
+            x = layer(x, *more, more[0])
+        x = names["sync"](x)
+    x.sum().backward()
+    y = batch[0]
+    for layer in twin.layers:
+        y = layer(y, *more, more[0])
+    y.sum().backward()
+    expected = gradients(twin)
+    assert len(expected) == 2 * 3 * LAYERS and all(map(torch.equal, gradients(model), expected))
