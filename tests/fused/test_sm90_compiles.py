@@ -1,56 +1,26 @@
-"""Every Hopper kernel compiles, also where there is no GPU."""
+"""Every Hopper kernel compiles, also where there is no GPU; in processes that `conftest` starts before all other tests."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.support.compiling import PARTS, Running
 from tests.support.sass import instructions, look_into
-
-ROOT = Path(__file__).parents[2]
-PARTS = ("bf16", "others", "glu", "fp8", "blocks")
-Running = dict[str, tuple[subprocess.Popen[str], Path, list[str]]]
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A process for each part, all at once; the first two share kernels."""
+def running(kernels_compile_meanwhile: Running | None) -> Running:
     pytest.importorskip("quack")
-    started: Running = {}
-    folders = {part: tmp_path_factory.mktemp(part) for part in PARTS[1:]}
-    folders["bf16"] = folders["others"]
-    for part, folder in folders.items():
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.compile_sm90", part],
-            cwd=ROOT,
-            env=os.environ | {"QUACK_CACHE_DIR": str(folder)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started[part] = process, folder, []
-    yield started
-    for process, _, printed in started.values():
-        process.kill()
-        if not printed:
-            process.communicate()
+    assert kernels_compile_meanwhile is not None
+    return kernels_compile_meanwhile
 
 
 def compiled(running: Running, part: str) -> tuple[str, int]:
     """What a part printed, and how many kernels it made."""
-    process, folder, printed = running[part]
-    if not printed:
-        printed += process.communicate()
-    out, err = printed
-    assert process.returncode == 0, err[-2000:]
-    return out, len(list(folder.rglob("*.o")))
+    return running.printed(part), len(running.objects(part))
 
 
 def test_every_kernel_compiles_for_sm_90a(running: Running) -> None:
@@ -120,7 +90,7 @@ def test_no_kernel_waits_after_each_instruction_for_the_tensor_cores(running: Ru
     pytest.importorskip("triton")
     for one in PARTS:  # two of them write into one folder
         compiled(running, one)
-    found = [one for one in look_into(running[part][1].rglob("*.o")) if one.tensor_core]
+    found = [one for one in look_into(running.objects(part)) if one.tensor_core]
     assert found and [one for one in found if one.groups * 2 > one.tensor_core] == []  # a tile of K is two or more
 
 
@@ -130,7 +100,7 @@ def test_no_warp_of_a_product_touches_memory_before_the_kernels_ahead_are_over(r
     pytest.importorskip("triton")
     for one in PARTS:
         compiled(running, one)
-    found = [one for one in look_into(running[part][1].rglob("*.o")) if one.tensor_core]
+    found = [one for one in look_into(running.objects(part)) if one.tensor_core]
     both = (True, True)  # those that load, and those that multiply
     assert [one for one in found if one.parts_wait_first != both and "BesideWgradGemm" not in one.symbol] == []
     assert len(found) > 3 and not any(one.waits_last for one in found if one.parts_wait_first == both)
@@ -141,7 +111,7 @@ def test_clusters_take_tiles_of_all_products_one_by_one(running: Running) -> Non
     pytest.importorskip("triton")
     for one in PARTS:
         compiled(running, one)
-    found = [one for part in PARTS[1:] for one in look_into(running[part][1].rglob("*.o")) if one.tensor_core]
+    found = [one for part in PARTS[1:] for one in look_into(running.objects(part)) if one.tensor_core]
     assert len(found) > 55 and [one.symbol for one in found if not one.counts] == []
 
 
@@ -149,7 +119,7 @@ def test_warp_groups_of_every_product_by_blocks_store_apart_where_the_tile_says_
     """Else both store while the tensor cores rest."""
     pytest.importorskip("triton")
     compiled(running, "blocks")
-    found = [one for one in look_into(running["blocks"][1].rglob("*.o")) if one.tensor_core]
+    found = [one for one in look_into(running.objects("blocks")) if one.tensor_core]
     apart = {re.search(r"device(\w+?)_object", one.symbol)[1] for one in found if one.stores_apart}  # type: ignore[index]
     names = "BlockGemm", "BlockBiasGemm", "BlockScaledBiasGemm", "PairedBlockGemm", "PairedBlockBiasGemm"
     grads = "SReLU", "TanhSReLU", "SwiGLU", "ClampedQGeGLU", "SiTUGLU"
@@ -164,7 +134,7 @@ def test_warp_groups_of_wide_tiles_let_each_other_begin_before_their_own_product
     """Else the tensor cores rest between two tiles of K, and long sums take up to 26% longer."""
     pytest.importorskip("triton")
     compiled(running, part)
-    codes = [code for path in running[part][1].rglob("*.o") if "QGMMA.64x192" in (code := instructions(path))]
+    codes = [code for path in running.objects(part) if "QGMMA.64x192" in (code := instructions(path))]
     in_float32 = [code for code in codes if re.search(r"\.text\.\w+device(Split|(Paired)?Block)", code)]
     assert len(in_float32) == {"fp8": 2 + 3 * 2 + 2 + 3, "blocks": 5 * 2 + 2 + 2 + 2}[part]
     for code in in_float32:
@@ -177,7 +147,7 @@ def test_wgrad_that_begins_beside_a_dgrad_ends_after_it_and_the_dgrad_lets_it(ru
     pytest.importorskip("triton")
     for one in PARTS:
         compiled(running, one)
-    found = [one for one in look_into(running["others"][1].rglob("*.o")) if one.tensor_core]
+    found = [one for one in look_into(running.objects("others")) if one.tensor_core]
     beside = [one for one in found if "BesideWgradGemm" in one.symbol]
     assert beside and [one for one in beside if one.parts_wait_first != (False, False) or not one.waits_last] == []
     ahead = [one for one in found if one.lets_next_begin]
