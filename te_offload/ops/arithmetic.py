@@ -1,8 +1,9 @@
 """The arithmetic of grouped linear layers and scaled activations in plain torch: what the ops compute on the CPU.
 
 In: dense tensors of any floating dtype on any device. Out: new tensors, or gradients accumulated into given ones.
-Keeps true: formulas and gradients are those of Transformer Engine 2.20 (sources named at each); the activations are
-computed in float32 (float64 for float64 inputs) and rounded once, as its kernels do. Does not: quantize, or save.
+Keeps true: formulas and gradients are those of Transformer Engine 2.20 (sources named at each); the activations, and
+on a CPU sums of products, are computed in float32 (float64 for float64 inputs) and rounded once, as its kernels do.
+Does not: quantize, or save.
 
 Shapes: T tokens, N experts, H inputs, F outputs. GLU inputs have 2F columns: the first half is gated, the second is
 the linear part, unless ``interleave`` says that blocks of that many columns alternate.
@@ -32,7 +33,7 @@ def grouped_forward(
         out: (T, F), written.
     """
     for index, (x, y) in enumerate(zip(xs, out.split([x.shape[0] for x in xs]), strict=True)):
-        y.copy_(x @ weights[index].t())
+        y.copy_(_product(x, weights[index].t()))
         if biases is not None:
             bias = biases[index].unsqueeze(0)
             y.add_(bias if scales is None else bias * scales[index].to(bias.dtype).unsqueeze(-1))
@@ -41,7 +42,7 @@ def grouped_forward(
 def grouped_dgrad(dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """``out_i = dy_i @ w_i``: the input's gradient (T, H), written to ``out``."""
     for dy, weight, dx in zip(dys, weights, out.split([dy.shape[0] for dy in dys]), strict=True):
-        dx.copy_(dy @ weight)
+        dx.copy_(_product(dy, weight))
 
 
 @torch.no_grad()
@@ -50,11 +51,16 @@ def grouped_wgrad(
 ) -> None:
     """``grad_i (+)= dy_i.T @ x_i``: the weights' gradients (F, H), written or added to ``grads``."""
     for x, dy, grad in zip(xs, dys, grads, strict=True):
-        product = (dy.t() @ x).to(grad.dtype)
+        product = _product(dy.t(), x)
         if accumulate:
             grad.add_(product)
         else:
             grad.copy_(product)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b``; on a CPU in float32 at least: torch's own products of half precision can take a hundred times as long."""
+    return a @ b if a.is_cuda else _wide(a) @ _wide(b)
 
 
 def grouped_bias_grads(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import pytest
 
 from tests.support.compiling import PARTS, Running
-from tests.support.sass import instructions, look_into
+from tests.support.sass import look_into
 
 
 @pytest.fixture(scope="module")
@@ -134,13 +133,10 @@ def test_warp_groups_of_wide_tiles_let_each_other_begin_before_their_own_product
     """Else the tensor cores rest between two tiles of K, and long sums take up to 26% longer."""
     pytest.importorskip("triton")
     compiled(running, part)
-    codes = [code for path in running.objects(part) if "QGMMA.64x192" in (code := instructions(path))]
-    in_float32 = [code for code in codes if re.search(r"\.text\.\w+device(Split|(Paired)?Block)", code)]
+    wide = [one for one in look_into(running.objects(part)) if one.wide_in_fp8]
+    in_float32 = [one for one in wide if re.search(r"device(Split|(Paired)?Block)", one.symbol)]
     assert len(in_float32) == {"fp8": 2 + 3 * 2 + 2 + 3, "blocks": 5 * 2 + 2 + 2 + 2}[part]
-    for code in in_float32:
-        found = re.findall(r"QGMMA\.[^;]*gsb0|BAR\.ARV|WARPGROUP\.DEPBAR", code)
-        after = [other for one, other in itertools.pairwise(found) if "gsb0" in one]
-        assert after and set(after) == {"BAR.ARV"}
+    assert [one.symbol for one in in_float32 if one.after_groups != {"BAR.ARV"}] == []
 
 
 def test_wgrad_that_begins_beside_a_dgrad_ends_after_it_and_the_dgrad_lets_it(running: Running) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from te_offload.ops import arithmetic
 from tests.support.mlp import ACTIVATIONS, make_inputs, make_mlp, seeded
 from tests.support.reference import activate, grouped_linear
 from tests.support.tolerances import assert_close_to_fp64
@@ -78,3 +79,23 @@ def test_input_of_three_dimensions_keeps_its_shape() -> None:
     expected = module[0](flat, sizes)
     assert y.shape == (5, 2, 32)
     assert torch.equal(y.flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_half_precision_are_summed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    x, dy, weight = (seeded(shape, 7, dtype=dtype) for shape in ((5, 48), (5, 32), (32, 48)))
+    y, dx, grad, added = (
+        torch.empty_like(dy),
+        torch.empty_like(x),
+        torch.empty(32, 48),
+        seeded((32, 48), 8, dtype=dtype),
+    )
+    before = added.clone()
+    arithmetic.grouped_forward([x], [weight], None, None, y)
+    arithmetic.grouped_dgrad([dy], [weight], dx)
+    arithmetic.grouped_wgrad([x], [dy], [grad], accumulate=False)
+    arithmetic.grouped_wgrad([x], [dy], [added], accumulate=True)
+    assert torch.equal(y, (x.float() @ weight.float().t()).to(dtype))
+    assert torch.equal(dx, (dy.float() @ weight.float()).to(dtype))
+    assert torch.equal(grad, dy.float().t() @ x.float())
+    assert torch.equal(added, (before.float() + grad).to(dtype))

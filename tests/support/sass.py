@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import struct
@@ -31,6 +32,8 @@ class Seen:
             (``PREEXIT``).
         stores_apart: where results are stored, warp groups of 128 threads wait for their own only.
         counts: something is counted in the GPU's memory (``ATOMG``): the tiles that clusters have taken.
+        wide_in_fp8: FP8 products of 192 columns. after_groups: what comes next after each instruction that ends a group, of
+            those that end one, arrive at a barrier or wait for products.
     """
 
     kernel: str
@@ -42,6 +45,8 @@ class Seen:
     lets_next_begin: bool
     stores_apart: bool
     counts: bool
+    wide_in_fp8: bool
+    after_groups: frozenset[str]
 
 
 def look_into(kernels: Iterable[Path]) -> list[Seen]:
@@ -66,6 +71,8 @@ def _look_into(kernel: Path) -> Seen:
         _lets_next_begin(code),
         _stores_apart(code),
         re.search(r"\bATOMG\b", code) is not None,
+        "QGMMA.64x192" in code,
+        frozenset(_after_groups(code)),
     )
 
 
@@ -81,6 +88,11 @@ def instructions(kernel: Path) -> str:
         cubin.write(data[place:])
         cubin.flush()
         return subprocess.run([tool, "-c", cubin.name], capture_output=True, text=True, check=True).stdout
+
+
+def _after_groups(code: str) -> list[str]:
+    found = re.findall(r"[HQ]GMMA\.[^;]*gsb0|BAR\.ARV|WARPGROUP\.DEPBAR", code)
+    return [other for one, other in itertools.pairwise(found) if "gsb0" in one]
 
 
 _MEMORY = re.compile(r"\b(?:LDG|STG|LDGSTS|ATOMG|REDG|UTMALDG|UTMASTG|UTMAREDG)\b")

@@ -191,6 +191,24 @@ def grouped_gemm(a: Any, b: Any, out: Any, layout: str = "TN", accumulate: bool 
         target.add_(product) if accumulate else target.copy_(product)
 
 
+def grouped_dbias(dy: torch.Tensor, offsets: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """(num_groups, columns), float32: each expert's rows of ``dy``, (tokens, columns), summed."""
+    sizes = offsets.diff().tolist()
+    assert len(sizes) == num_groups
+    return torch.stack([part.float().sum(0) for part in dy[: sum(sizes)].split(sizes)])
+
+
+def grouped_dbias_dscales(
+    dy: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, *, offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of rows times their scales, (tokens,); and (tokens,), float32: each row's product with its expert's bias."""
+    dbias = grouped_dbias(dy.float() * scales.unsqueeze(-1), offsets, len(bias))
+    of_rows = bias.float().repeat_interleave(offsets.diff(), 0)
+    dscales = torch.zeros(len(dy))
+    dscales[: len(of_rows)] = (dy[: len(of_rows)].float() * of_rows).sum(-1)
+    return dbias, dscales
+
+
 def splits_to_offsets(
     split_sizes: Any, device: Any, strides: Any, include_leading_zero: Any, dtypes: Any, **_: Any
 ) -> Any:
@@ -215,6 +233,8 @@ def unfused(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> Bulk:
         group_quantize=group_quantize,
     )
     monkeypatch.setattr(te_grouped_linear, "tex", kernels)
+    monkeypatch.setattr(te_grouped_linear, "compute_grouped_dbias", grouped_dbias)
+    monkeypatch.setattr(te_grouped_linear, "compute_grouped_dbias_dscales", grouped_dbias_dscales)
     srelu = Tex(
         scaled_srelu=lambda x, scales, _: arithmetic.scaled_srelu(x, scales),
         scaled_dsrelu=lambda dy, x, scales, _, need: arithmetic.scaled_dsrelu(dy, x, scales, need_scales=need),
