@@ -1,4 +1,4 @@
-"""Every Hopper kernel compiles, also where there is no GPU; in processes that `conftest` starts before all other tests."""
+"""Every Hopper kernel compiles, also without a GPU: in processes that `conftest` starts before this folder's tests."""
 
 from __future__ import annotations
 

@@ -42,11 +42,11 @@ def run(code: str, device: str, **taken_for_granted: Any) -> dict[str, Any]:
 class Model(torch.nn.Module):
     """Grouped MLPs one after the other."""
 
-    def __init__(self, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, device: str, dtype: torch.dtype = torch.bfloat16, layers: int = LAYERS) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList(
-            make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, device=device, dtype=dtype) for _ in range(LAYERS)
+            make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, device=device, dtype=dtype) for _ in range(layers)
         )
 
     def forward(self, x: torch.Tensor, split_sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformer_engine.pytorch.module.base as te_base
 import transformer_engine.pytorch.ops.basic.activation as te_activation
 import transformer_engine.pytorch.ops.basic.grouped_linear as te_grouped_linear
@@ -192,22 +193,26 @@ def grouped_gemm(a: Any, b: Any, out: Any, layout: str = "TN", accumulate: bool 
         target.add_(product) if accumulate else target.copy_(product)
 
 
+def dummy_wgrad(shape: list[int], dtype: torch.dtype, *, zero: bool = False) -> torch.Tensor:
+    return (torch.zeros if zero else torch.empty)(shape, dtype=dtype)
+
+
 def grouped_dbias(dy: torch.Tensor, offsets: torch.Tensor, num_groups: int) -> torch.Tensor:
     """(num_groups, columns), float32: each expert's rows of ``dy``, (tokens, columns), summed."""
     sizes = offsets.diff().tolist()
     assert len(sizes) == num_groups
-    return torch.stack([part.float().sum(0) for part in dy[: sum(sizes)].split(sizes)])
+    return torch.stack(arithmetic.grouped_bias_grads(dy[: sum(sizes)].float().split(sizes), None, None)[0])
 
 
 def grouped_dbias_dscales(
     dy: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, *, offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of rows times their scales, (tokens,); and (tokens,), float32: each row's product with its expert's bias."""
-    dbias = grouped_dbias(dy.float() * scales.unsqueeze(-1), offsets, len(bias))
-    of_rows = bias.float().repeat_interleave(offsets.diff(), 0)
-    dscales = torch.zeros(len(dy))
-    dscales[: len(of_rows)] = (dy[: len(of_rows)].float() * of_rows).sum(-1)
-    return dbias, dscales
+    sizes = offsets.diff().tolist()
+    rows, factors = (one[: sum(sizes)].float().split(sizes) for one in (dy, scales))
+    dbias, of_rows = arithmetic.grouped_bias_grads(rows, bias.float().unbind(), factors)
+    assert of_rows is not None
+    return torch.stack(dbias), F.pad(of_rows, (0, len(dy) - len(of_rows)))
 
 
 def splits_to_offsets(
@@ -234,7 +239,7 @@ def unfused(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> Bulk:
         group_quantize=group_quantize,
     )
     monkeypatch.setattr(te_grouped_linear, "tex", kernels)
-    monkeypatch.setattr(te_base, "get_dummy_wgrad", lambda shape, dtype, zero=False: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(te_base, "get_dummy_wgrad", dummy_wgrad)
     monkeypatch.setattr(te_grouped_linear, "compute_grouped_dbias", grouped_dbias)
     monkeypatch.setattr(te_grouped_linear, "compute_grouped_dbias_dscales", grouped_dbias_dscales)
     srelu = Tex(
