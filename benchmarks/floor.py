@@ -53,10 +53,15 @@ def time_link() -> Link:
     return link
 
 
-def floor_ms(record: StepRecord, layer_ms: tuple[float, float], link: Link) -> float:
-    """The makespan for the slots that went in a recorded step."""
+def floor_ms(record: StepRecord, layer_ms: tuple[float, float], link: Link, again: int = 0) -> float:
+    """The makespan for the slots that went in a recorded step. ``again``: the backward of so many first layers begins with
+    another forward.
+    """
     keys: list[Key] = [(window.layer, window.forward) for window in record.windows]
-    work = [Work(key, False, layer_ms[0]) for key in keys] + [Work(key, True, layer_ms[1]) for key in reversed(keys)]
+    forward, backward = layer_ms
+    backwards = [backward + forward] * again + [backward] * (len(keys) - again)
+    work = [Work(key, False, forward) for key in keys]
+    work += [Work(key, True, took) for key, took in reversed(list(zip(keys, backwards, strict=True)))]
     parcels: dict[Key, list[Parcel]] = {key: [] for key in keys}
     for row in record.slots:
         parcels[row.layer, row.forward].append(Parcel(row.bytes_out, row.fate is Fate.OFFLOADED))

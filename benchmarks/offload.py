@@ -16,6 +16,9 @@ With `--asks` each layer first asks the GPU for its split sizes, in every way, a
 (by `tolist`; or past the copies, by `te_offload.numbers_on_host`): what an engine has queued on the link must not make the
 host wait.
 
+Layers that are computed again are so by torch's checkpoints (``use_reentrant=False``), within the layers that an engine
+sees: their inputs, which is what a checkpoint keeps, stay, or go. In the floor their backward begins with a forward.
+
 What a session costs that offloads nothing is measured by itself afterwards, in pairs of steps, with it and without.
 
 `floor` is the makespan of the step's dependency graph with times measured in the same run: each layer's forward and
@@ -77,6 +80,15 @@ def ways(layers: int, *, fused: bool = False, fp8: bool = False) -> list[Way]:
             max_in_flight="32MiB",
         ),
     ]
+    recomputed = f"{most} of {layers} computed again"
+    inputs = f"{recomputed}, their inputs go"
+    checkpoints = [
+        Way(f"plain te.ops, {recomputed}", going=most, again=True, plain=True),
+        Way(f"our ops, {recomputed}", going=most, again=True),
+        Way(f"te_offload, {inputs}", "te_offload", most, again=True),
+        Way(f"te_offload, {inputs}, max_in_flight 32 MiB", "te_offload", most, again=True, max_in_flight="32MiB"),
+        Way(f"{TE}, {inputs}, retained buffers{tail}", "te", most, again=True, retain=True, plain=fused),
+    ]
     return [
         Way("plain te.ops, no offload", plain=True),
         Way("our ops, no offload"),
@@ -96,6 +108,7 @@ def ways(layers: int, *, fused: bool = False, fp8: bool = False) -> list[Way]:
         Way(f"te_offload, {some} of {layers}, act_input kept", "te_offload", some, keep_act=True),
         Way("te_offload, a plan for a tenth of the bytes", "te_offload", layers, fraction=0.1),
         *(again if fp8 else ()),
+        *checkpoints,
     ]
 
 
@@ -123,7 +136,9 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
         peaks = variant.peak_bytes()
         assert variant.session is None or variant.was_timed()  # other steps leave layers alone of which nothing goes
         rows.append({"name": way.name, "same_bits": same, "peaks": peaks, "peak_bytes": max(peaks), "ms": []})
-        if variant.session is not None and way.keep_weights:  # else other things are beside what is saved
+        if (
+            variant.session is not None and way.keep_weights and not way.again
+        ):  # else other things are beside what is saved
             looked = variant.session.records[-1]
             if beside is None:
                 beside = [peak - most for peak, most in zip(peaks, resident(looked, fused=fused), strict=True)]
@@ -164,7 +179,9 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
             "peak_ahead": record.peak_ahead,
             "host_held": record.host_held,
             "host_peak": record.host_peak,
-            "floors_ms": [floor_ms(record, layer, link) for layer in alone],
+            "floors_ms": [
+                floor_ms(record, layer, link, variant.way.going if variant.way.again else 0) for layer in alone
+            ],
             "peak_resident": record.peak_resident,
             "predicted_ms": record.predicted_ms,
         }

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import transformer_engine.pytorch as te
+from torch.utils.checkpoint import checkpoint
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch import cpu_offload
 
@@ -61,10 +62,22 @@ class Shape:
 Wrap = Callable[[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 
 
-class Stack(torch.nn.Module):
-    """Grouped MLPs with residuals, one behind the other."""
+class Again(torch.nn.Module):
+    """A layer that a checkpoint computes again in the backward: of what it saves its input alone is there until then."""
 
-    def __init__(self, shape: Shape, *, keep_act: bool, plain: bool, keep_weights: bool = True) -> None:
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.mlp, x, *rest, use_reentrant=False, preserve_rng_state=False)
+        return y
+
+
+class Stack(torch.nn.Module):
+    """Grouped MLPs with residuals, one behind the other; the first ``again`` of them are computed again by checkpoints."""
+
+    def __init__(self, shape: Shape, *, keep_act: bool, plain: bool, keep_weights: bool = True, again: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
         room: Any = te.ops if plain else ops
@@ -79,14 +92,15 @@ class Stack(torch.nn.Module):
         }
         if not keep_weights:
             size["keep_quantized_weight"] = False
-        self.layers = torch.nn.ModuleList(
+        mlps = [
             te.ops.Sequential(
                 linear(shape.experts, shape.hidden, wide, **size),
                 activation(**keep),
                 linear(shape.experts, shape.ffn, shape.hidden, **size),
             )
             for _ in range(shape.layers)
-        )
+        ]
+        self.layers = torch.nn.ModuleList([*map(Again, mlps[:again]), *mlps[again:]])
         self._ask = None if shape.asks is None else ASKS[shape.asks]
         self.wrap: Wrap = lambda layer, run, x: run(x)
         self.border: Callable[[], None] | None = None  # called after each layer's forward
@@ -125,6 +139,7 @@ class Way:
             ``NVTE_CPU_OFFLOAD_V1=1``; the variable is set while this way runs), ``"drop-in"`` (ours of its signature),
             ``"megatron"`` (Megatron-core's fine-grained manager, a group a layer; it keeps the last one by itself).
         going: layers whose slots go, from the first one.
+        again: checkpoints compute those layers again; with an engine their inputs go, which is all that is saved of them.
         keep_act: whether `act_input` stays. keep_weights: `keep_quantized_weight` of our linears. plain: plain `te.ops`.
         retain: retain_pinned_cpu_buffers.
         fraction: share of the bytes for a plan to choose.
@@ -134,6 +149,7 @@ class Way:
     name: str
     engine: str | None = None
     going: int = 0
+    again: bool = False
     keep_act: bool = False
     keep_weights: bool = True
     plain: bool = False
@@ -164,7 +180,13 @@ class Variant:
         self.way = way
         self.shape = shape
         self.inputs = inputs
-        self.model = Stack(shape, keep_act=way.keep_act, plain=way.plain, keep_weights=way.keep_weights)
+        self.model = Stack(
+            shape,
+            keep_act=way.keep_act,
+            plain=way.plain,
+            keep_weights=way.keep_weights,
+            again=way.going if way.again else 0,
+        )
         self.model.share(first)
         self.session: OffloadSession | None = None
         self.megatron: Any = None
@@ -177,7 +199,7 @@ class Variant:
                     tuple(
                         PlannedSlot(f"layer{layer}/{slot}", 0, 0, layer < way.going)
                         for layer in range(shape.layers)
-                        for slot in slots
+                        for slot in (("other",) if way.again and layer < way.going else slots)
                     )
                 )
             self.session = OffloadSession(
@@ -283,7 +305,7 @@ class Variant:
         torch.cuda.reset_peak_memory_stats()
         self.model.border = border
         fused = self.shape.fused and not self.way.plain
-        layers: list[Any] = list(self.model.layers)
+        layers: list[Any] = [layer.mlp if isinstance(layer, Again) else layer for layer in self.model.layers]
         ops: list[Any] = [hopper.HopperGroupedMLP] if fused else [op for layer in layers for op in layer]
         with contextlib.ExitStack() as patches:
             for op in ops:

@@ -61,6 +61,7 @@ class Reason(str, enum.Enum):
     IN_BACKWARD = "saved in a backward"
     IN_CAPTURE = "in a CUDA graph's capture"
     FOREIGN_HOOK = "another hook takes it"
+    CHECKPOINT = "by a checkpoint"
     GRAPH_GONE = "its graph is gone"
     DISABLED = "session disabled"
     REFUSED = "its copy was refused"
@@ -99,8 +100,8 @@ class SavedSlot(NamedTuple):
             offsets, router scales, the few bytes of scales of a quantized storage.
         carried_bytes: counts the bytes of exempt tensors that do not pass the saved-tensor hooks at all; to be asked
             while the forward runs. ``None``: there are none.
-        stays: why the slot stays on the device in any case, where a layer's graph has it; ``None``: it need not.
-        nbytes: of a slot that stays in any case, whose buffers are not given.
+        stays: why the slot does not go in any case, where a layer's graph has it; ``None``: it may.
+        nbytes: of a slot that does not go in any case, whose buffers are not given.
         ready: a `Mark` of the moment since when the buffers are there, in a graph that was replayed; ``None``: now.
         format: of the numbers, and for which direction of a GEMM, such as ``"MXFP8 by column"``.
     """

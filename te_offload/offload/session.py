@@ -409,7 +409,7 @@ class OffloadSession:
         top = _top_hooks()
         ours = [visit.pack for _, visit in self._open]
         if top is not None and top != self._outer_hooks and top[0] not in ours:
-            return Reason.FOREIGN_HOOK
+            return Reason.CHECKPOINT if te_adapter.checkpoint_hook_active() else Reason.FOREIGN_HOOK
         return Reason.NONE
 
     def _is_capturing(self) -> bool:

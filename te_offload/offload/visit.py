@@ -170,6 +170,9 @@ class LayerVisit(SlotObserver):
             elif not take:
                 entry.nbytes = sum([buffer.nbytes for buffer in saved.buffers])
                 entry.tensors = len(saved.buffers)
+                if self._takes and te_adapter.checkpoint_hook_active():  # a checkpoint inside the layer
+                    entry.reason = Reason.CHECKPOINT
+            entry.fate = _fate_without_us(entry.reason)
         if not self._takes or not saved.buffers:
             return None
         if not keep and (len(saved.buffers) > 1 or saved.buffers[0].nbytes >= self._engine.rules.together):
@@ -324,7 +327,7 @@ class LayerVisit(SlotObserver):
         mover.release_unreachable()
         if not self._takes and not self.entries:  # no op of ours said what it saved: say that much
             entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False)
-            entry.reason = self._stays
+            entry.fate, entry.reason = _fate_without_us(self._stays), self._stays
             self.entries.append(entry)
         if self._takes:
             for reference, _, owners in self._named.values():
@@ -472,6 +475,11 @@ class LayerVisit(SlotObserver):
                 self._engine.mover.release(cargo)
         for cargo in self.kept:
             cargo.counted = False
+
+
+def _fate_without_us(reason: Reason) -> Fate:
+    """Of a slot that is left alone for a reason, or is still to be decided on."""
+    return Fate.RECOMPUTED if reason is Reason.CHECKPOINT else Fate.KEPT
 
 
 def _nbytes_held(entry: SlotEntry) -> int:

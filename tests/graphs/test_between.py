@@ -140,7 +140,7 @@ def test_slot_under_a_checkpoint_inside_the_layer_is_told_of_and_not_taken() -> 
     found, extent, y = sorted_out(Checkpointed())
     assert watches == ["through hooks"]
     (slot,) = found.slots
-    assert (slot.items, slot.saved.stays, slot.saved.nbytes) == ((), Reason.FOREIGN_HOOK, 256)
+    assert (slot.items, slot.saved.stays, slot.saved.nbytes) == ((), Reason.CHECKPOINT, 256)
     assert list(found.carried) == [extent]
     y.sum().backward()
 

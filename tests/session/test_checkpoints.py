@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from transformer_engine.pytorch import distributed as te_distributed
 
-from te_offload import OffloadSession, Reason
+from te_offload import Fate, OffloadSession, Reason
+from te_offload.ops import te_adapter
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp, run
 
@@ -51,7 +55,7 @@ def test_checkpoint_keeps_recomputing_and_the_bits_stay(reentrant: bool, inside:
     assert_same_bits(expected, found)
     assert session.records[-1].bytes_out > 0
     kept = {row.reason for row in session.records[-1].slots if row.layer == "layer0" and row.op}
-    assert kept <= {Reason.IN_BACKWARD, Reason.FOREIGN_HOOK}
+    assert kept <= {Reason.IN_BACKWARD, Reason.CHECKPOINT}
     assert inside or kept
 
 
@@ -79,7 +83,70 @@ def test_memory_that_a_checkpoint_drops_is_not_held_by_the_session() -> None:
     with OffloadSession([module, make_mlp()], min_bytes=0) as session, session.step():
         module(x, sizes, scales, sizes).sum().backward()
     assert module.dropped == [True]
-    assert {row.reason for row in session.records[-1].slots if row.op} == {Reason.FOREIGN_HOOK}
+    assert {(row.fate, row.reason) for row in session.records[-1].slots if row.op} == {
+        (Fate.RECOMPUTED, Reason.CHECKPOINT)
+    }
+
+
+class AroundMlp(torch.nn.Module):
+    """A grouped MLP of which a checkpoint keeps the input alone."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.mlp = make_mlp()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.mlp, x * 2, *rest, use_reentrant=self.reentrant)
+        return y
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_input_of_a_checkpoint_inside_a_layer_goes_and_meets_a_budget_that_what_it_drops_does_not_count_in(
+    reentrant: bool,
+) -> None:
+    def steps(number: int, layers: list[AroundMlp], step: Any) -> dict[str, torch.Tensor]:
+        for seed in range(number):
+            x, sizes, scales = make_inputs(SPLITS, seed=seed)
+            y = x
+            with step():
+                for layer in layers:
+                    layer.zero_grad()
+                    y = layer(y, sizes, scales, sizes)
+                y.square().sum().backward()
+        return gradients(torch.nn.ModuleList(layers), x, scales)
+
+    torch.manual_seed(0)
+    layers = [AroundMlp(reentrant) for _ in range(3)]
+    expected = steps(4, layers, contextlib.nullcontext)
+    with OffloadSession(layers, min_bytes=64, budget_per_layer=256) as session:
+        found = steps(4, layers, session.step)
+    assert_same_bits(expected, found)
+    assert session.plan is not None
+    record = session.records[-1]
+    inputs = sum([row.bytes_out for row in record.slots if not row.op])
+    assert record.bytes_out == record.bytes_back == inputs > 0
+    assert record.peak_resident < 10 * (16 + 32 + 32) * 4  # a layer's slots would be as much
+
+
+def test_hooks_of_checkpoints_are_known_and_others_are_not_taken_for_them() -> None:
+    seen = list[bool]()
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(te_adapter.checkpoint_hook_active())
+        return x * x
+
+    x = torch.ones(3, requires_grad=True)
+    look(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        look(x)
+    with torch.autograd.graph.save_on_cpu():
+        look(x)
+    assert seen == [False, False, False]
+    checkpoint(look, x, use_reentrant=False)
+    with te_distributed._checkpoint_hook(SimpleNamespace(count=0), (), {}):
+        look(x)
+    assert seen[3:] == [True, True]
 
 
 @pytest.mark.parametrize("stops_early", [True, False])
@@ -105,7 +172,7 @@ def test_layer_that_a_checkpoint_computes_again_is_no_error_of_its_step(stops_ea
         record = session.records[-1]
     assert 0 < record.bytes_out == record.bytes_back < 2 * 10 * (16 + 32 + 32) * 4
     reasons = [row.reason for row in record.slots if row.layer == "layer1"]
-    assert set(reasons) == {Reason.FOREIGN_HOOK, Reason.IN_BACKWARD} or record.unseen == 1
+    assert set(reasons) == {Reason.CHECKPOINT, Reason.IN_BACKWARD} or record.unseen == 1
 
 
 def test_forward_is_not_taken_for_one_that_a_checkpoint_computed_again() -> None:
@@ -165,7 +232,7 @@ def test_forward_that_is_left_alone_has_a_row_that_says_so() -> None:
     x = torch.ones(2, 4, requires_grad=True)
     with set_checkpoint_early_stop(False), OffloadSession(layer, min_bytes=0) as session, session.step():
         checkpoint(layer, x, use_reentrant=False).sum().backward()
-    assert [(row.slot.value, row.reason) for row in session.records[-1].slots] == [
-        ("other", Reason.FOREIGN_HOOK),
-        ("other", Reason.IN_BACKWARD),
+    assert [(row.slot.value, row.fate, row.reason) for row in session.records[-1].slots] == [
+        ("other", Fate.RECOMPUTED, Reason.CHECKPOINT),
+        ("other", Fate.KEPT, Reason.IN_BACKWARD),
     ]

@@ -114,7 +114,8 @@ class Recorder(SlotObserver):
         assert isinstance(op, SlotOwner)
         if self.watch() is Watch.HOOKS:
             nbytes = sum([buffer.nbytes for buffer in saved.buffers])
-            told = saved._replace(buffers=(), exempt=(), stays=Reason.FOREIGN_HOOK, nbytes=nbytes)
+            reason = Reason.CHECKPOINT if te_adapter.checkpoint_hook_active() else Reason.FOREIGN_HOOK
+            told = saved._replace(buffers=(), exempt=(), stays=reason, nbytes=nbytes)
             self.slots.append((op, told, None, []))
             return None
         ready = self._border() if saved.buffers else None

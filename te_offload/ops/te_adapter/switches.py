@@ -16,6 +16,7 @@ from te_offload.slots import SavedSlot
 
 NOT_OFFLOAD = "_TE_do_not_offload"  # the attribute that `mark_not_offload` sets
 _V1_MARKS = ("activation_offloading", "needs_force_clear")
+_CHECKPOINTS = ("torch.utils.checkpoint", "transformer_engine.pytorch.distributed")
 
 
 def mark_exempt_and_kept(slot: SavedSlot, *, keep_input: bool) -> None:
@@ -63,6 +64,18 @@ def saved_tensor_hook_owner() -> object:
     """The object whose method is the innermost pack hook; ``None`` if it is no method, or there is none."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if top is None else getattr(top[0], "__self__", None)
+
+
+def checkpoint_hook_active() -> bool:
+    """Whether what is saved now is a checkpoint's, torch's or Transformer Engine's, that drops it and computes it again.
+
+    Such a checkpoint (``use_reentrant=False``) pushes a hook for saved tensors, known by where it is written, since it has
+    no public name. A reentrant one runs without gradients, and nothing is saved in it.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if top is None or getattr(top[0], "__module__", None) not in _CHECKPOINTS:
+        return False
+    return top[0].__qualname__.startswith("_checkpoint_hook.")
 
 
 def offload_context_active() -> str | None:
