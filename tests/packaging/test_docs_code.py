@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.docs_code import EXPERTS, LossOf, Model, batches, code_blocks, run
+from te_offload import Fate
+from tests.support.docs_code import EXPERTS, HIDDEN, LAYERS, SPLITS, LossOf, Model, batches, code_blocks, run
 
-ON_GPU = {"offloading.md 3", *(f"graphs.md {number}" for number in range(1, 5))}  # tests/gpu/test_docs_code_on_gpu.py
+ON_GPU = {"offloading.md 4", *(f"graphs.md {number}" for number in range(1, 5))}  # tests/gpu/test_docs_code_on_gpu.py
 STEPS = 2
 
 
@@ -16,7 +17,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def test_every_block_of_code_is_run_by_a_test() -> None:
-    assert set(code_blocks()) == ON_GPU | {"README.md 1", "offloading.md 1", "offloading.md 2"}
+    assert set(code_blocks()) == ON_GPU | {"README.md 1", "offloading.md 1", "offloading.md 2", "offloading.md 3"}
 
 
 @pytest.mark.parametrize("block", ["README.md 1", "offloading.md 1"])
@@ -41,8 +42,27 @@ def test_readme_s_ops_are_a_grouped_mlp_one_slot_of_which_stays() -> None:
     assert [op.no_offload_activation for op in mlp] == [False, True, False]
 
 
+def test_inputs_of_layers_that_are_computed_again_go_and_nothing_else_does() -> None:
+    model, twin = (Model("cpu", torch.float32) for _ in range(2))
+    names = run(code_blocks()["offloading.md 2"], "cpu", model=model)
+    session = names["session"]
+    with session:
+        for x, *more in batches(STEPS, "cpu", torch.float32):
+            y = x.requires_grad_()
+            with session.step():
+                for layer in names["layers"]:
+                    y = y + layer(y, *more)
+                y.sum().backward()
+            twin(x, *more).sum().backward()
+    for record in session.records:
+        assert record.bytes_out == record.bytes_back == LAYERS * sum(SPLITS) * HIDDEN * 4
+        assert {row.fate for row in record.slots if row.op} == {Fate.RECOMPUTED}
+    expected = gradients(twin)
+    assert expected and all(map(torch.equal, gradients(model), expected))
+
+
 def test_context_in_place_of_transformer_engine_s_offloads_with_the_gradients_of_the_model_alone() -> None:
-    names = run(code_blocks()["offloading.md 2"], "cpu")
+    names = run(code_blocks()["offloading.md 3"], "cpu")
     model, twin = (Model("cpu", torch.float32, layers=8) for _ in range(2))
     for x, *more in batches(STEPS, "cpu", torch.float32):
         y = x

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformer_engine.pytorch import distributed as te_distributed
@@ -99,6 +100,24 @@ class AroundMlp(torch.nn.Module):
     def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = checkpoint(self.mlp, x * 2, *rest, use_reentrant=self.reentrant)
         return y
+
+
+def test_input_of_a_layer_within_torch_s_checkpoint_wrapper_goes() -> None:
+    torch.manual_seed(0)
+    model, expected = Stack(3), Stack(3)
+    model.load_state_dict(expected.state_dict())
+    model.layers = torch.nn.ModuleList(map(checkpoint_wrapper, model.layers))
+    with OffloadSession(model.layers, min_bytes=64) as session:
+        for seed in range(3):
+            model.zero_grad()
+            expected.zero_grad()
+            with session.step():
+                found = run(model, SPLITS, seed=seed)
+            found = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in found.items()}
+            assert_same_bits(run(expected, SPLITS, seed=seed), found)
+            record = session.records[-1]
+            assert record.bytes_out == record.bytes_back == 3 * sum(SPLITS) * 16 * 4
+            assert {row.reason for row in record.slots if row.op} == {Reason.CHECKPOINT}
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
