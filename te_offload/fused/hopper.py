@@ -27,7 +27,7 @@ from te_offload.fused.grads import bias_grads, fc1_bias_grads, weight_grads, wid
 from te_offload.fused.judge import SWITCH as SWITCH
 from te_offload.fused.judge import Judged, in_torch_arithmetic, judge, weight_of
 from te_offload.fused.kernels.experts import TMA_BYTES
-from te_offload.fused.kernels.interface import Kernels
+from te_offload.fused.kernels.interface import Kernels, TileCount
 from te_offload.fused.stand_ins import stand_ins_of
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
@@ -243,7 +243,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             wgrad2 = ctx3.weight_requires_grad = parameters.first_weight(fc2).requires_grad
             ctx1.te_offload_rebuilt = False
             again = ctx2.te_offload_rebuilt = self._computes_again(numbers)
-            ctx1.te_offload_fc1_again = (bias1, counts.fc1) if again else None
+            ctx1.te_offload_fc1_again = (bias1, counts.fc1 is not None) if again else None
             # By the backward the ops may have others (`torch.func.functional_call`).
             ctx1.te_offload_weights = registered
             ctx3.te_offload_bias = bias2 if fc2._scale_bias else None
@@ -470,9 +470,11 @@ def _prepared(kernels: Kernels, fc1: Any, fc2: Any, registered: Sequence[list[to
 
 def _fc1_again(kernels: Kernels, ctx1: Any, weights: Any, scales: torch.Tensor) -> torch.Tensor:
     """The activation's input, by the forward's own product."""
-    bias, count = ctx1.te_offload_fc1_again
+    bias, counts = ctx1.te_offload_fc1_again
     ctx1.te_offload_fc1_again = None
     offsets, x = ctx1.saved_tensors[1], ctx1.saved_tensors[5]
+    # The forward's own count is used up: a launch that began there would find no tile left.
+    count = TileCount(offsets.new_zeros(1, dtype=torch.int32), 0) if counts else None
     act_input, _ = kernels.fc1(x, weights, bias, scales, offsets, count)
     if ctx1.te_offload_two_splits:
         kernels.clear(offsets, act_input)
