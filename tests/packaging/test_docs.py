@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+import transformer_engine.pytorch as te
 
-from te_offload import Fate, OffloadSession, Reason
+from te_offload import Fate, OffloadSession, Reason, ops
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -52,6 +53,21 @@ def test_table_of_the_session_s_arguments_is_its_signature() -> None:
     section = (ROOT / "docs/offloading.md").read_text().split("\n## The session\n")[1].split("\n## ")[0]
     names = [name for cell in re.findall(r"^\| (`[^|]*) \|", section, re.M) for name in re.findall(r"`(\w+)`", cell)]
     assert names == list(inspect.signature(OffloadSession).parameters)
+
+
+def test_table_of_the_ops_keywords_has_all_that_te_ops_have_not() -> None:
+    section = (ROOT / "docs/offloading.md").read_text().split("\n## The ops\n")[1].split("\n## ")[0]
+    classes = re.findall(r"`((?:Scaled|Grouped)\w+)`", section.split("\n|")[0])
+    assert set(classes) == {
+        name for name, op in vars(ops).items() if isinstance(op, type) and issubclass(op, te.ops.FusibleOperation)
+    }
+    more = set[str]()
+    for name in classes:
+        theirs, ours = (inspect.signature(getattr(room, name)).parameters for room in (te.ops, ops))
+        added = ours.keys() - theirs.keys() - {"kwargs"}
+        assert len(added) == 2, name
+        more |= added
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.M)) == more
 
 
 def test_every_reason_that_a_report_can_give_is_explained() -> None:
