@@ -87,7 +87,7 @@ def decide(
     owned = frozenset() if named else owned_by_layer()
     while True:
         if _share_memory(loads, owned, staying):
-            _keep_shared_memory(loads, owned, staying)
+            _keep_shared_memory(loads, owned, staying, rules, device)
             going = _divide([load for load in loads if load.entry.fate is _GOES], device)
         going = _together(going, rules.together, min(rules.most_together, max(in_flight, _FEW)), device)
         for load in going:
@@ -133,17 +133,22 @@ def _without_odd_ones(region: Load, rules: Rules, device: torch.device, loads: l
     """Of a region, which is whatever was saved in it, what can go. The rest becomes a slot of its own, in ``loads``; where
     nothing can go all of it stays one.
     """
-    entry = region.entry
     able: list[Saved] = []
     odd: list[Saved] = []
     for handle in region.handles:
         tensor = handle.held[0]
         (able if is_plain(tensor) and tensor.device == device else odd).append(handle)
-    if not able:
-        return region
-    loads.append(_load(entry.visit.entry_apart(odd), rules, device))
-    entry.hold(able)
-    return _load(entry, rules, device)
+    return _cut(region, able, odd, rules, device, loads) if able else region
+
+
+def _cut(
+    region: Load, rest: list[Saved], part: list[Saved], rules: Rules, device: torch.device, loads: list[Load]
+) -> Load:
+    """A region without a part, which becomes a slot of its own, the last one of ``loads``."""
+    loads.append(_load(region.entry.visit.entry_apart(part), rules, device))
+    region.entry.hold(rest)
+    region.entry.fate, region.entry.reason = Fate.KEPT, _NONE
+    return _load(region.entry, rules, device)
 
 
 def _devices_of_plain(load: Load) -> Collection[torch.device]:
@@ -199,20 +204,29 @@ def _share_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -
     return len(storages) != len(keys) or not storages.isdisjoint(staying) or not storages.isdisjoint(owned)
 
 
-def _keep_shared_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -> None:
-    for load in loads:
-        if load.handles and load.entry.fate is not _GOES:
-            staying |= load.storages
-    changed = True
-    while changed:
-        changed = False
-        for load in [load for load in loads if load.entry.fate is _GOES]:
-            if load.storages & owned:
-                load.entry.fate, load.entry.reason, changed = Fate.KEPT, Reason.PARAMETER, True
-            elif load.storages & staying:
-                load.entry.fate, load.entry.reason, changed = Fate.KEPT, Reason.ALIAS, True
-            if load.entry.fate is not _GOES:
+def _keep_shared_memory(
+    loads: list[Load], owned: frozenset[int], staying: set[int], rules: Rules, device: torch.device
+) -> None:
+    """Let stay what shares a storage with something that stays: to move it would free nothing. Of a region those tensors,
+    which become a slot of their own, of other slots all.
+    """
+    while True:
+        for load in loads:
+            if load.handles and load.entry.fate is not _GOES:
                 staying |= load.storages
+        stuck = owned | staying
+        going = [number for number, load in enumerate(loads) if load.entry.fate is _GOES]
+        found = next((number for number in going if not loads[number].storages.isdisjoint(stuck)), None)
+        if found is None:
+            return
+        load = loads[found]
+        shared, reason = (owned, Reason.PARAMETER) if load.storages & owned else (staying, Reason.ALIAS)
+        rest = [handle for handle in load.handles if storage_key(handle.held[0]) not in shared]
+        if rest and load.entry.slot is SlotName.REGION:
+            part = [handle for handle in load.handles if handle not in rest]
+            loads[found] = _cut(load, rest, part, rules, device, loads)
+            load = loads[-1]
+        load.entry.fate, load.entry.reason = Fate.KEPT, reason
 
 
 def _together(loads: list[Load], below: int, most: int, device: torch.device) -> list[Load]:

@@ -37,20 +37,23 @@ class _Save(torch.autograd.Function):
 
 
 class Layer(torch.nn.Module):
-    """Saves tensors in regions, each with what ``make`` gives."""
+    """Saves tensors in regions, each with what ``make`` gives; ``keep``: regions that stay."""
 
     session: OffloadSession
 
-    def __init__(self, make: Callable[[], list[torch.Tensor]], names: tuple[str, ...]) -> None:
+    def __init__(
+        self, make: Callable[[], list[torch.Tensor]], names: tuple[str, ...], keep: tuple[str, ...] = ()
+    ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.arange(8.0))
         self.make = make
         self.names = names
+        self.keep = keep
         self.seen: list[Any] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for name in self.names:
-            with self.session.region(name):
+            with self.session.region(name, no_offload_activation=name in self.keep):
                 x = _Save.apply(x, self.seen, *self.make())  # type: ignore[no-untyped-call]
         return x
 

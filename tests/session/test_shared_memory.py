@@ -41,10 +41,53 @@ def test_no_bytes_of_slots_that_found_no_room_or_share_memory_with_one_are_in_th
             layer(torch.ones(1, requires_grad=True)).sum().backward()
     rows = {row.op: row for row in session.records[-1].slots if row.slot is SlotName.REGION}
     assert (rows["goes"].reason, rows["goes"].bytes_out) == (Reason.NONE, 400)
-    stayed = rows["large"], rows["shares"]  # of those that go as one the last one is refused
-    assert {row.reason for row in stayed} == {Reason.NO_ROOM, Reason.ALIAS}
-    assert [row.bytes_out for row in stayed] == [0, 0]
-    assert session.records[-1].bytes_out == 400
+    large, shares = rows["large"], rows["shares"]
+    (shared,) = [row for row in session.records[-1].slots if row.slot is SlotName.OTHER]
+    assert (large.reason, large.bytes_out, shared.reason, shared.bytes_out) == (Reason.NO_ROOM, 0, Reason.ALIAS, 0)
+    # Of those that go as one the last one is refused; alone it goes but for what it shares.
+    assert (shares.reason, shares.bytes_out) in [(Reason.NO_ROOM, 0), (Reason.NONE, 200)]
+    assert session.records[-1].bytes_out == 400 + shares.bytes_out
+
+
+def test_of_a_region_only_what_shares_memory_with_one_that_stays_stays() -> None:
+    """As of an attention core the output, which a projection keeps; all else of the core goes."""
+    output, query, weight = torch.arange(600.0), torch.arange(300.0), torch.nn.Parameter(torch.ones(5, 5))
+    core = [query, output.view(20, 30), query[100:], weight.data]
+    expected = [tensor.clone() for tensor in core]
+    parts = iter([core, [output]])
+    layer = Layer(lambda: next(parts), ("core", "projection"), ("projection",))
+    layer.weight = weight
+    with OffloadSession(layer, min_bytes=0, verify=True) as session:
+        layer.session = session
+        with session.step():
+            layer(torch.ones(1, requires_grad=True)).sum().backward()
+    assert all(map(torch.equal, layer.seen[1], expected))
+    assert layer.seen[1][1].data_ptr() == output.data_ptr() == layer.seen[0][0].data_ptr()
+    assert layer.seen[1][0].data_ptr() != query.data_ptr()
+    record = session.records[-1]
+    assert [(row.op, row.nbytes, row.tensors, row.reason) for row in record.slots] == [
+        ("core", 1200, 2, Reason.NONE),
+        ("projection", 2400, 1, Reason.ASKED),
+        ("", 100, 1, Reason.PARAMETER),
+        ("", 2400, 1, Reason.ALIAS),
+    ]
+    assert record.bytes_out == record.bytes_back == 1200
+
+
+def test_plan_that_keeps_one_of_two_regions_that_share_memory_frees_what_the_other_has_by_itself() -> None:
+    layer = Layer(lambda: next(parts), ("core", "projection"))
+    with OffloadSession(layer, min_bytes=0, budget_per_layer=3000) as session:
+        layer.session = session
+        for _ in range(6):
+            output, query = torch.arange(600.0), torch.arange(500.0)
+            parts = iter([[query, output], [output]])
+            with session.step():
+                layer(torch.ones(1, requires_grad=True)).sum().backward()
+        record = session.records[-1]
+    assert session.plan is not None and not all(slot.goes for slot in session.plan.slots)
+    assert record.bytes_out == record.bytes_back == 2000
+    kept = sum(row.nbytes for row in record.slots if row.reason is Reason.PLAN)
+    assert kept == 2400
 
 
 def test_slots_that_share_memory_move_it_once_with_the_first_of_them() -> None:

@@ -405,4 +405,6 @@ def random_settings(draw: random.Random) -> dict[str, Any]:
     found |= {name: make() for chance, name, make in choices if draw.random() < chance}
     if "host_limit" not in found and draw.random() < 0.2:
         found["fraction"] = math.ceil(10 * draw.random()) / 10
+    elif "host_limit" not in found and draw.random() < 0.15:
+        found["budget_per_layer"] = draw.choice([0, 64, 1000, 4096, 100_000])
     return found
