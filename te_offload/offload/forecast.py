@@ -54,8 +54,9 @@ def parcels_of(record: StepRecord) -> dict[Key, list[Parcel]]:
     """The slots of each forward of a step, and which of them went."""
     parcels: dict[Key, list[Parcel]] = {}
     for row in record.slots:
-        goes = row.fate is Fate.OFFLOADED
-        parcels.setdefault((row.layer, row.forward), []).append(Parcel(row.bytes_out if goes else row.nbytes, goes))
+        goes, parcels_here = row.fate is Fate.OFFLOADED, parcels.setdefault((row.layer, row.forward), [])
+        if goes or row.fate is Fate.KEPT:  # else it is nowhere until the backward
+            parcels_here.append(Parcel(row.bytes_out if goes else row.nbytes, goes))
     return parcels
 
 

@@ -368,6 +368,17 @@ def test_slot_whose_memory_goes_with_another_is_no_parcel_of_its_own() -> None:
     assert second.nbytes > MIB
 
 
+def test_slot_that_is_computed_again_is_no_parcel_and_meets_no_budget() -> None:
+    step = record(layers=2)
+    again: dict[str, Any] = {"fate": Fate.RECOMPUTED, "reason": Reason.CHECKPOINT, "bytes_out": 0}
+    slots = [dataclasses.replace(row, **again) if row.layer == "layer1" else row for row in step.slots]
+    step = dataclasses.replace(step, slots=tuple(slots))
+    found = parcels_of(step)
+    assert [len(found["layer0", 0]), len(found["layer1", 0])] == [3, 0]
+    plan = make_plan(policy(budget_per_layer=MIB), step, LINK, BOUNDS)
+    assert {slot.name.split("/")[0] for slot in plan.slots} == {"layer0"} and plan.bytes_going == 60 * MIB
+
+
 def test_bounds_do_not_ask_what_comes_after_the_last_backward() -> None:
     step = record(layers=4, backward=2.0)
     *windows, first = sorted(step.windows, key=lambda window: window.read or 0)
