@@ -103,6 +103,8 @@ class OffloadSession:
             if not isinstance(flag, bool):
                 raise ArgumentTypeError(f"{name} must be True or False, but is {flag!r} ({type(flag).__name__}).")
         chosen = Policy.of(policy, budget_per_layer, fraction, pp_rank_delta, pp_rank, host_limit, replan_drift)
+        # Of which a report says that it was not met; what a pipeline stage keeps beside it may be in any forward.
+        self._budget = chosen.budget_per_layer if enabled and not chosen.keep_more else None
         limit, reserve = chosen.host_limit, parse_bytes(host_reserve, "host_reserve")
         if limit is not None and reserve > limit:
             raise ArgumentError(f"host_reserve is {reserve} bytes, more than host_limit allows ({limit}).")
@@ -242,17 +244,19 @@ class OffloadSession:
         return tuple((each.name, fusion) for each in self._attachments for fusion in fusions_in(each.module))
 
     def report(self) -> str:
-        """The last step whose times were taken, as a table, and the grouped MLPs that did not run fused.
+        """The last step whose times were taken, as a table; the forwards that kept more than ``budget_per_layer``; and the
+        grouped MLPs that did not run fused.
 
         Raises:
             StateError: no step has ended yet.
         """
-        from te_offload.report.table import fusion_lines, step_table
+        from te_offload.report.table import budget_lines, fusion_lines, step_table
 
         records = self.records
         if not records:
             raise StateError("No step has ended yet, so there is nothing to report. Run one `with session.step():`.")
-        return step_table(self.timed_record or records[-1]) + fusion_lines(self.fusions)
+        record = self.timed_record or records[-1]
+        return step_table(record) + budget_lines(record, self._budget) + fusion_lines(self.fusions)
 
     # Called by graphs of layers --------------------------------------------------------------------------------------
 

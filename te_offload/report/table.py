@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from te_offload.fused.calls import Fusion
-from te_offload.offload.record import Outcome, StepRecord
+from te_offload.offload.planner import NOT_COUNTED
+from te_offload.offload.record import Outcome, SlotRecord, StepRecord
 from te_offload.slots import Fate
 from te_offload.units import format_bytes
 
@@ -110,6 +111,28 @@ def step_table(step: StepRecord, width: int = 120) -> str:
     console.print(slot_table(step, width))
     console.print(totals(step), highlight=False, soft_wrap=True)
     return text.getvalue()
+
+
+def budget_lines(step: StepRecord, budget: int | None) -> str:
+    """Which forwards kept more than a budget; empty if none did. What is there in any case is not counted, as in a plan.
+
+    Args:
+        budget: bytes of each forward that may stay on the device; ``None``: there is none.
+    """
+    kept: dict[tuple[str, int], list[SlotRecord]] = {}
+    for row in step.slots:
+        if row.fate is Fate.KEPT and row.reason not in NOT_COUNTED:
+            kept.setdefault((row.layer, row.forward), []).append(row)
+    lines = []
+    for (layer, forward), rows in kept.items():
+        nbytes = sum(row.nbytes for row in rows)
+        if budget is not None and nbytes > budget:
+            names = ", ".join(f"{row.name} ({format_bytes(row.nbytes)}, {row.reason.value})" for row in rows)
+            lines.append(
+                f"  {layer}, forward {forward}: {format_bytes(nbytes - budget)} more than budget_per_layer, "
+                f"{format_bytes(budget)}: {names}\n"
+            )
+    return "The budget was not met:\n" + "".join(lines) if lines else ""
 
 
 def fusion_lines(fusions: Sequence[tuple[str, Fusion]]) -> str:

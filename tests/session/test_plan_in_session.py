@@ -11,6 +11,7 @@ import torch
 
 from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason
 from te_offload.errors import ArgumentError, BudgetError, PlanError
+from te_offload.units import format_bytes
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.mlp import assert_same_bits, make_inputs, run
 
@@ -287,3 +288,27 @@ def test_what_is_wrong_with_an_argument_is_said_before_anything_is_attached() ->
         with pytest.raises(ArgumentError):
             OffloadSession(model.layers, **arguments)
     OffloadSession(model.layers).close()
+
+
+def test_report_says_which_forward_kept_more_than_its_budget_and_with_what() -> None:
+    model = Stack(3)
+    with OffloadSession(model.layers, min_bytes=0, budget_per_layer=LAYER // 2, replan_drift=10.0) as session:
+        steps(session, model, 4)
+        assert 0 < session.records[-1].bytes_out < 3 * LAYER and "budget" not in session.report()
+        steps(session, model, 1, splits=(16, 2, 18))  # twice the tokens, to which the plan is not to be adapted
+        report = session.report()
+    kept = [row for row in session.records[-1].slots if row.layer == "layer1" and row.fate is Fate.KEPT]
+    more = sum(row.nbytes for row in kept) - LAYER // 2
+    assert more > 0
+    (line,) = [line for line in report.splitlines() if line.startswith("  layer1, forward 0:")]
+    assert f"{format_bytes(more)} more than budget_per_layer, {format_bytes(LAYER // 2)}: {kept[0].name} (" in line
+    assert "The budget was not met:" in report and kept[0].reason.value in line
+
+
+@pytest.mark.parametrize("options", [{"enabled": False}, {"pp_rank": 1, "pp_rank_delta": "1MiB"}], ids=str)
+def test_report_speaks_of_no_budget_that_does_not_hold(options: dict[str, Any]) -> None:
+    model = Stack(2)
+    with OffloadSession(model.layers, min_bytes=0, budget_per_layer=1, **options) as session:
+        steps(session, model, 3)
+        assert any(row.fate is Fate.KEPT for row in session.records[-1].slots)
+        assert "budget" not in session.report()
