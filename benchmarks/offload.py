@@ -136,9 +136,8 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
         peaks = variant.peak_bytes()
         assert variant.session is None or variant.was_timed()  # other steps leave layers alone of which nothing goes
         rows.append({"name": way.name, "same_bits": same, "peaks": peaks, "peak_bytes": max(peaks), "ms": []})
-        if (
-            variant.session is not None and way.keep_weights and not way.again
-        ):  # else other things are beside what is saved
+        # Of other ways other things are beside what is saved.
+        if variant.session is not None and way.keep_weights and not way.again:
             looked = variant.session.records[-1]
             if beside is None:
                 beside = [peak - most for peak, most in zip(peaks, resident(looked, fused=fused), strict=True)]
@@ -179,9 +178,7 @@ def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
             "peak_ahead": record.peak_ahead,
             "host_held": record.host_held,
             "host_peak": record.host_peak,
-            "floors_ms": [
-                floor_ms(record, layer, link, variant.way.going if variant.way.again else 0) for layer in alone
-            ],
+            "floors_ms": [floor_ms(record, layer, link, variant.again) for layer in alone],
             "peak_resident": record.peak_resident,
             "predicted_ms": record.predicted_ms,
         }

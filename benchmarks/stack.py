@@ -180,12 +180,9 @@ class Variant:
         self.way = way
         self.shape = shape
         self.inputs = inputs
+        self.again = way.going if way.again else 0  # so many first layers are computed again
         self.model = Stack(
-            shape,
-            keep_act=way.keep_act,
-            plain=way.plain,
-            keep_weights=way.keep_weights,
-            again=way.going if way.again else 0,
+            shape, keep_act=way.keep_act, plain=way.plain, keep_weights=way.keep_weights, again=self.again
         )
         self.model.share(first)
         self.session: OffloadSession | None = None

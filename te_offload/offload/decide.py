@@ -210,23 +210,32 @@ def _keep_shared_memory(
     """Let stay what shares a storage with something that stays: to move it would free nothing. Of a region those tensors,
     which become a slot of their own, of other slots all.
     """
+    for load in loads:
+        if load.handles and load.entry.fate is not _GOES:
+            staying |= load.storages
     while True:
-        for load in loads:
-            if load.handles and load.entry.fate is not _GOES:
-                staying |= load.storages
-        stuck = owned | staying
-        going = [number for number, load in enumerate(loads) if load.entry.fate is _GOES]
-        found = next((number for number in going if not loads[number].storages.isdisjoint(stuck)), None)
+        found = next((number for number, load in enumerate(loads) if _is_stuck(load, owned, staying)), None)
         if found is None:
             return
         load = loads[found]
-        shared, reason = (owned, Reason.PARAMETER) if load.storages & owned else (staying, Reason.ALIAS)
-        rest = [handle for handle in load.handles if storage_key(handle.held[0]) not in shared]
-        if rest and load.entry.slot is SlotName.REGION:
-            part = [handle for handle in load.handles if handle not in rest]
-            loads[found] = _cut(load, rest, part, rules, device, loads)
-            load = loads[-1]
+        shared, reason = (staying, Reason.ALIAS) if load.storages.isdisjoint(owned) else (owned, Reason.PARAMETER)
+        if load.entry.slot is SlotName.REGION:
+            rest, part = list[Saved](), list[Saved]()
+            for handle in load.handles:
+                (part if storage_key(handle.held[0]) in shared else rest).append(handle)
+            if rest:
+                loads[found] = _cut(load, rest, part, rules, device, loads)
+                load = loads[-1]
         load.entry.fate, load.entry.reason = Fate.KEPT, reason
+        for one in (load, loads[found]):
+            if one.entry.fate is not _GOES:
+                staying |= one.storages
+
+
+def _is_stuck(load: Load, owned: frozenset[int], staying: set[int]) -> bool:
+    """Whether a slot that is to go shares a storage with something that stays."""
+    goes = load.entry.fate is _GOES
+    return goes and not (load.storages.isdisjoint(owned) and load.storages.isdisjoint(staying))
 
 
 def _together(loads: list[Load], below: int, most: int, device: torch.device) -> list[Load]:

@@ -28,7 +28,6 @@ from te_offload.slots import Fate, Reason
 from te_offload.units import format_bytes
 
 _MAY_GO = (Reason.NONE, Reason.PLAN, Reason.NO_ROOM)
-NOT_COUNTED = (Reason.ALIAS, Reason.PARAMETER, Reason.OTHER_DEVICE)  # memory that is there anyhow, or elsewhere
 _BRUTE_FORCE = 12  # slots of a layer up to which all choices are tried
 _TOGETHER_EVERY = 64  # steps between the looks of ranks that plan together
 
@@ -274,7 +273,7 @@ def _within_budget(budget: int, record: StepRecord, slots: Mapping[tuple[str, in
     going: set[tuple[str, int]] = set()
     for window in record.windows:
         rows = [row for row in record.slots if (row.layer, row.forward) == (window.layer, window.forward)]
-        stuck = [row for row in rows if row.fate is Fate.KEPT and not _may_go(row) and row.reason not in NOT_COUNTED]
+        stuck = [row for row in rows if row.holds_memory and not _may_go(row)]
         staying = sum(row.nbytes for row in stuck)
         if staying > budget:
             names = ", ".join(f"{row.name} ({format_bytes(row.nbytes)}, {row.reason.value})" for row in stuck)

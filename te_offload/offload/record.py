@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from te_offload.slots import Fate, Reason, SlotName, slot_title
 
 BACKWARD_BEGINS = "backward begins"  # the label in a step's residency
+_ANYHOW = (Reason.ALIAS, Reason.PARAMETER, Reason.OTHER_DEVICE)
 
 
 class Outcome(str, enum.Enum):
@@ -72,6 +73,11 @@ class SlotRecord:
     def name(self) -> str:
         """``layer/op.slot``."""
         return slot_title(self.layer, self.op, self.slot)
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether it stayed on the device in memory that is not there anyhow, or counted with another slot."""
+        return self.fate is Fate.KEPT and self.reason not in _ANYHOW
 
     @property
     def out_gbs(self) -> float | None:

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from te_offload.fused.calls import Fusion
-from te_offload.offload.planner import NOT_COUNTED
 from te_offload.offload.record import Outcome, SlotRecord, StepRecord
 from te_offload.slots import Fate
 from te_offload.units import format_bytes
@@ -114,14 +113,14 @@ def step_table(step: StepRecord, width: int = 120) -> str:
 
 
 def budget_lines(step: StepRecord, budget: int | None) -> str:
-    """Which forwards kept more than a budget; empty if none did. What is there in any case is not counted, as in a plan.
+    """Which forwards kept more than a budget, counted as in a plan; empty if none did.
 
     Args:
         budget: bytes of each forward that may stay on the device; ``None``: there is none.
     """
     kept: dict[tuple[str, int], list[SlotRecord]] = {}
     for row in step.slots:
-        if row.fate is Fate.KEPT and row.reason not in NOT_COUNTED:
+        if row.holds_memory:
             kept.setdefault((row.layer, row.forward), []).append(row)
     lines = []
     for (layer, forward), rows in kept.items():
