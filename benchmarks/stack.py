@@ -77,13 +77,22 @@ class Again(torch.nn.Module):
 class Stack(torch.nn.Module):
     """Grouped MLPs with residuals, one behind the other; the first ``again`` of them are computed again by checkpoints."""
 
-    def __init__(self, shape: Shape, *, keep_act: bool, plain: bool, keep_weights: bool = True, again: int = 0) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        keep_act: bool,
+        plain: bool,
+        keep_weights: bool = True,
+        again: int = 0,
+        fc1_again: bool = False,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         room: Any = te.ops if plain else ops
         linear, wide = room.GroupedLinear, 2 * shape.ffn if shape.gated else shape.ffn
         activation = room.ScaledSwiGLU if shape.gated else room.ScaledSReLU
-        keep = {} if plain else {"no_offload_activation": keep_act}
+        keep = {} if plain else {"no_offload_activation": keep_act, "recompute_act_input": fc1_again}
         size: dict[str, Any] = {
             "bias": False,
             "device": DEVICE,
@@ -140,7 +149,8 @@ class Way:
             ``"megatron"`` (Megatron-core's fine-grained manager, a group a layer; it keeps the last one by itself).
         going: layers whose slots go, from the first one.
         again: checkpoints compute those layers again; with an engine their inputs go, which is all that is saved of them.
-        keep_act: whether `act_input` stays. keep_weights: `keep_quantized_weight` of our linears. plain: plain `te.ops`.
+        keep_act: whether `act_input` stays. fc1_again: `recompute_act_input` of our activations. keep_weights:
+            `keep_quantized_weight` of our linears. plain: plain `te.ops`.
         retain: retain_pinned_cpu_buffers.
         fraction: share of the bytes for a plan to choose.
         max_in_flight, min_bytes: of the session.
@@ -150,6 +160,7 @@ class Way:
     engine: str | None = None
     going: int = 0
     again: bool = False
+    fc1_again: bool = False
     keep_act: bool = False
     keep_weights: bool = True
     plain: bool = False
@@ -182,7 +193,12 @@ class Variant:
         self.inputs = inputs
         self.again = way.going if way.again else 0  # so many first layers are computed again
         self.model = Stack(
-            shape, keep_act=way.keep_act, plain=way.plain, keep_weights=way.keep_weights, again=self.again
+            shape,
+            keep_act=way.keep_act,
+            plain=way.plain,
+            keep_weights=way.keep_weights,
+            again=self.again,
+            fc1_again=way.fc1_again,
         )
         self.model.share(first)
         self.session: OffloadSession | None = None

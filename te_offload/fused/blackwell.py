@@ -46,6 +46,9 @@ class _DeclaresSlots:
         for op, reason in zip((self.basic_ops[0], self.basic_ops[2]), reasons, strict=True):
             if isinstance(op, GroupedLinear):
                 op.say_that_it_keeps(reason)
+        activation: Any = self.basic_ops[1]
+        if getattr(activation, "recompute_act_input", False) and basic_op_ctxs[0].to_save is not None:
+            activation.say_that_it_saves("Transformer Engine's fused op for Blackwell runs, which saves it")
         declare_slots(self.basic_ops, basic_op_ctxs, te_adapter.read_fused)
         calls_of(self.basic_ops[0]).fused += 1
         return result

@@ -2,9 +2,9 @@
 
 In: windows of GroupedLinear, a scaled activation, GroupedLinear with an op of `te_offload.ops`, or asked for.
 Out: the results of the three ops, and their slots: ``fc1_input`` and ``act_input`` are saved, ``fc2_input`` is rebuilt in
-the backward. Keeps true: each slot is declared when it is written and read back just before its first use; what one call
-cannot take goes through the three ops one by one, for a reason that `HopperGroupedMLP.support` gives. Does not: know how
-numbers are quantized (`quantized`).
+the backward, as ``act_input`` is if its op asks for that. Keeps true: each slot is declared when it is written and read
+back just before its first use; what one call cannot take goes through the three ops one by one, for a reason that
+`HopperGroupedMLP.support` gives. Does not: know how numbers are quantized (`quantized`).
 
 ``TE_OFFLOAD_FUSED_MLP``, when a Sequential runs first: ``1`` takes windows on Hopper, ``0`` takes none, ``reference`` takes
 them everywhere and computes in torch arithmetic. Unset is ``1`` where the kernels' packages are of the versions tested.
@@ -27,7 +27,7 @@ from te_offload.fused.grads import bias_grads, fc1_bias_grads, weight_grads, wid
 from te_offload.fused.judge import SWITCH as SWITCH
 from te_offload.fused.judge import Judged, in_torch_arithmetic, judge, weight_of
 from te_offload.fused.kernels.experts import TMA_BYTES
-from te_offload.fused.kernels.interface import Kernels
+from te_offload.fused.kernels.interface import Kernels, TileCount
 from te_offload.fused.stand_ins import stand_ins_of
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows
@@ -242,12 +242,14 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             wgrad1 = ctx1.weight_requires_grad = parameters.first_weight(fc1).requires_grad
             wgrad2 = ctx3.weight_requires_grad = parameters.first_weight(fc2).requires_grad
             ctx1.te_offload_rebuilt = False
+            again = ctx2.te_offload_rebuilt = self._computes_again(numbers)
+            ctx1.te_offload_fc1_again = (bias1, counts.fc1 is not None) if again else None
             # By the backward the ops may have others (`torch.func.functional_call`).
             ctx1.te_offload_weights = registered
             ctx3.te_offload_bias = bias2 if fc2._scale_bias else None
             read = [*parameters.registered(fc1, registered[0]), *parameters.registered(fc2, registered[1])]
             ctx1.te_offload_versions = read, parameters.versions(read)
-            self._save_linear(fc1, ctx1, (splits1, offsets1), (), x if wgrad1 else None, kwargs, 0)
+            self._save_linear(fc1, ctx1, (splits1, offsets1), (), x if wgrad1 or again else None, kwargs, 0)
         ctx1.te_offload_two_splits = offsets2 is not offsets1
         if numbers is not None:
             act_input = numbers.fc1(bias1, dtype)
@@ -258,10 +260,12 @@ class HopperGroupedMLP(te.ops.FusedOperation):
                 kernels.clear(offsets1, act_input)
                 kernels.clear(offsets1, fc2_input)
         if saves:
-            ctx2.to_save = (act_input, scales)
-            te_adapter.mark_activations(act_input)
+            ctx2.to_save = (None if again else act_input, scales)
+            te_adapter.mark_activations(ctx2.to_save[0])
+            del act_input
             if isinstance(activation, SlotOwner):
-                activation.declare_one(te_adapter.read_activation, ctx2, 0, name=SlotName.ACT_INPUT)
+                absent = SaveState.RECOMPUTED
+                activation.declare_one(te_adapter.read_activation, ctx2, 0, name=SlotName.ACT_INPUT, absent=absent)
         wide = None if bias_scales is None else wide_scales(bias_scales)
         if numbers is not None:
             numbers.fc2(bias2, wide, y)
@@ -272,6 +276,15 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             more = () if bias_scales is None else (bias_scales,)
             self._save_linear(fc2, ctx3, (splits2, offsets2), more, None, kwargs, 2)
         return out, [(), (), ()]
+
+    def _computes_again(self, numbers: Any) -> bool:
+        """Whether the backward makes the activation's input again. ``numbers``: of a call that quantizes."""
+        activation = self._ops[1]
+        if not getattr(activation, "recompute_act_input", False):
+            return False
+        if numbers is not None:
+            activation.say_that_it_saves("this call quantizes FC1's input and weights")
+        return numbers is None
 
     def _save_linear(
         self,
@@ -354,7 +367,9 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         bias_scales = ctx3.saved_tensors[5] if fc2._scale_bias else None
         te_adapter.bring_carried(activation, ctx2)
         act_input, scales = ctx2.saved_tensors
-        dtype = act_input.dtype
+        if ctx1.te_offload_fc1_again is not None:
+            te_adapter.bring_carried(fc1, ctx1)  # FC1's input, of which the activation's is made again
+        dtype = (ctx1.saved_tensors[5] if act_input is None else act_input).dtype
         dy = _readable(te_adapter.maybe_dequantize(grad_output, dtype), fc2.out_features)
         way, numbers = ctx1.te_offload_quantized
         ctx1.te_offload_quantized = None  # it holds quantized weights, and a second backward is an error
@@ -365,6 +380,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             multiply: Callable[..., None] = (numbers.for_later() if fc2.need_backward_dw() else numbers).fc2_wgrad
         else:
             weights1, weights2 = _prepared(kernels, fc1, fc2, registered)
+            if act_input is None:
+                act_input = _fc1_again(kernels, ctx1, weights1, flat_scales)
             dact_input, fc2_input, dscales, orders = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
             multiply = functools.partial(kernels.wgrad, dy, fc2_input, offsets2, order=orders.fc2_wgrad)
             del fc2_input
@@ -449,6 +466,19 @@ def _prepared(kernels: Kernels, fc1: Any, fc2: Any, registered: Sequence[list[to
         kernels.prepare("FC1's weights", parameters.weights(fc1, one)),
         kernels.prepare("FC2's weights", parameters.weights(fc2, other)),
     )
+
+
+def _fc1_again(kernels: Kernels, ctx1: Any, weights: Any, scales: torch.Tensor) -> torch.Tensor:
+    """The activation's input, by the forward's own product."""
+    bias, counts = ctx1.te_offload_fc1_again
+    ctx1.te_offload_fc1_again = None
+    offsets, x = ctx1.saved_tensors[1], ctx1.saved_tensors[5]
+    # The forward's own count is used up: a launch that began there would find no tile left.
+    count = TileCount(offsets.new_zeros(1, dtype=torch.int32), 0) if counts else None
+    act_input, _ = kernels.fc1(x, weights, bias, scales, offsets, count)
+    if ctx1.te_offload_two_splits:
+        kernels.clear(offsets, act_input)
+    return act_input
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

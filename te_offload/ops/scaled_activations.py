@@ -2,11 +2,13 @@
 
 In: what the `te.ops` classes take. Out: the same results; the op's input is the slot `act_input`. Keeps true: on a GPU
 Transformer Engine's kernels run unchanged, on the CPU `arithmetic` computes; both save the same tensors, which are the
-input as it came unless ``act_input_dtype`` says FP8. Does not: offload.
+input as it came unless ``act_input_dtype`` says FP8, or none where ``recompute_act_input`` has the fused op make it again.
+Does not: offload.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -22,10 +24,25 @@ class _ScaledActivation(SlotOwner):
     """The forward and backward around a `te.ops` scaled activation: checks, slot, and the CPU's arithmetic."""
 
     act_input_dtype: torch.dtype | None = None
+    recompute_act_input: bool = False
+    _said_that_it_saves: bool = False
 
-    def _init_activation(self, no_offload_activation: bool, act_input_dtype: torch.dtype | None) -> None:
+    def _init_activation(
+        self, no_offload_activation: bool, act_input_dtype: torch.dtype | None, recompute_act_input: bool
+    ) -> None:
+        op = type(self).__name__
         self._init_slot_owner(no_offload_activation)
-        self.act_input_dtype = act_input.check_dtype(type(self).__name__, act_input_dtype)
+        self.act_input_dtype = act_input.check_dtype(op, act_input_dtype)
+        if not isinstance(recompute_act_input, bool):
+            raise ArgumentTypeError(
+                f"{op}: recompute_act_input must be True or False, but is {recompute_act_input!r} "
+                f"({type(recompute_act_input).__name__})."
+            )
+        if recompute_act_input and act_input_dtype is not None:
+            raise ArgumentError(
+                f"{op}: recompute_act_input=True saves no input, act_input_dtype={act_input_dtype} says how to. Give one."
+            )
+        self.recompute_act_input = recompute_act_input
 
     def fuser_forward(
         self, basic_op_ctxs: list[te_adapter.OperationContext], input_: torch.Tensor, **kwargs: Any
@@ -43,6 +60,8 @@ class _ScaledActivation(SlotOwner):
         result: tuple[torch.Tensor, Any] = super().fuser_forward(basic_op_ctxs, input_, **kwargs)  # type: ignore[misc]
         if self.act_input_dtype is not None:
             te_adapter.save_act_input(basic_op_ctxs[0], act_input.quantize)
+        if self.recompute_act_input and basic_op_ctxs[0].to_save is not None:
+            self.say_that_it_saves("this call runs op by op (te-offload explain and session.report() say why)")
         self.declare(te_adapter.read_activation, basic_op_ctxs[0])
         return result
 
@@ -58,6 +77,16 @@ class _ScaledActivation(SlotOwner):
             basic_op_ctxs, grad_output, **kwargs
         )
         return result
+
+    def say_that_it_saves(self, why: str) -> None:
+        """Warn, once, that a call saves the input though its backward was to compute it again."""
+        if self._said_that_it_saves:
+            return
+        self._said_that_it_saves = True
+        warnings.warn(
+            f"{type(self).__name__}: recompute_act_input=True, but {why}: act_input is saved, as without it.",
+            stacklevel=2,
+        )
 
     def check_scales(self, input_: torch.Tensor, scales: torch.Tensor) -> None:
         """Check the router scales against the op's input, or against any tensor with its rows.
@@ -88,18 +117,26 @@ class ScaledSReLU(_ScaledActivation, te.ops.ScaledSReLU):
     Args:
         no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
         act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
-            gradients; ``None``: as it came. The rest is as in ``te.ops``.
+            gradients; ``None``: as it came.
+        recompute_act_input: where the grouped MLP runs fused in bf16 or fp16, do not save this op's input: the backward
+            computes FC1 again, with the same bits. Other calls save it and warn once. The rest is as in ``te.ops``.
 
     Raises:
-        ArgumentTypeError: ``no_offload_activation`` is not a bool. ArgumentError: another ``act_input_dtype``.
+        ArgumentTypeError: ``no_offload_activation`` or ``recompute_act_input`` is not a bool. ArgumentError: another
+            ``act_input_dtype``, or one and ``recompute_act_input``.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
     def __init__(
-        self, *, no_offload_activation: bool = False, act_input_dtype: torch.dtype | None = None, **kwargs: Any
+        self,
+        *,
+        no_offload_activation: bool = False,
+        act_input_dtype: torch.dtype | None = None,
+        recompute_act_input: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._init_activation(no_offload_activation, act_input_dtype)
+        self._init_activation(no_offload_activation, act_input_dtype, recompute_act_input)
 
     def _scaled_unary_forward(self, input_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         if not self.computes_on_cpu(input_):
@@ -124,10 +161,13 @@ class ScaledTanhSReLU(_ScaledActivation, te.ops.ScaledTanhSReLU):
     Args:
         no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
         act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
-            gradients; ``None``: as it came. The rest is as in ``te.ops``.
+            gradients; ``None``: as it came.
+        recompute_act_input: where the grouped MLP runs fused in bf16 or fp16, do not save this op's input: the backward
+            computes FC1 again, with the same bits. Other calls save it and warn once. The rest is as in ``te.ops``.
 
     Raises:
-        ArgumentTypeError: ``no_offload_activation`` is not a bool. ArgumentError: another ``act_input_dtype``.
+        ArgumentTypeError: ``no_offload_activation`` or ``recompute_act_input`` is not a bool. ArgumentError: another
+            ``act_input_dtype``, or one and ``recompute_act_input``.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
@@ -137,10 +177,11 @@ class ScaledTanhSReLU(_ScaledActivation, te.ops.ScaledTanhSReLU):
         tanh_clamp_scale: float,
         no_offload_activation: bool = False,
         act_input_dtype: torch.dtype | None = None,
+        recompute_act_input: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(tanh_clamp_scale=tanh_clamp_scale, **kwargs)
-        self._init_activation(no_offload_activation, act_input_dtype)
+        self._init_activation(no_offload_activation, act_input_dtype, recompute_act_input)
 
     def _scaled_unary_forward(self, input_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         if not self.computes_on_cpu(input_):
@@ -203,10 +244,13 @@ class ScaledSwiGLU(_ScaledGLU, te.ops.ScaledSwiGLU):
     Args:
         no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
         act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
-            gradients; ``None``: as it came. The rest is as in ``te.ops``.
+            gradients; ``None``: as it came.
+        recompute_act_input: where the grouped MLP runs fused in bf16 or fp16, do not save this op's input: the backward
+            computes FC1 again, with the same bits. Other calls save it and warn once. The rest is as in ``te.ops``.
 
     Raises:
-        ArgumentTypeError: ``no_offload_activation`` is not a bool. ArgumentError: another ``act_input_dtype``.
+        ArgumentTypeError: ``no_offload_activation`` or ``recompute_act_input`` is not a bool. ArgumentError: another
+            ``act_input_dtype``, or one and ``recompute_act_input``.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
@@ -216,10 +260,11 @@ class ScaledSwiGLU(_ScaledGLU, te.ops.ScaledSwiGLU):
         *,
         no_offload_activation: bool = False,
         act_input_dtype: torch.dtype | None = None,
+        recompute_act_input: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(glu_interleave_size, **kwargs)
-        self._init_activation(no_offload_activation, act_input_dtype)
+        self._init_activation(no_offload_activation, act_input_dtype, recompute_act_input)
 
     def _gate(self) -> arithmetic.Gate:
         return arithmetic.swiglu_gate
@@ -231,10 +276,13 @@ class ScaledClampedQGeGLU(_ScaledGLU, te.ops.ScaledClampedQGeGLU):
     Args:
         no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
         act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
-            gradients; ``None``: as it came. The rest is as in ``te.ops``.
+            gradients; ``None``: as it came.
+        recompute_act_input: where the grouped MLP runs fused in bf16 or fp16, do not save this op's input: the backward
+            computes FC1 again, with the same bits. Other calls save it and warn once. The rest is as in ``te.ops``.
 
     Raises:
-        ArgumentTypeError: ``no_offload_activation`` is not a bool. ArgumentError: another ``act_input_dtype``.
+        ArgumentTypeError: ``no_offload_activation`` or ``recompute_act_input`` is not a bool. ArgumentError: another
+            ``act_input_dtype``, or one and ``recompute_act_input``.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
@@ -244,10 +292,11 @@ class ScaledClampedQGeGLU(_ScaledGLU, te.ops.ScaledClampedQGeGLU):
         *,
         no_offload_activation: bool = False,
         act_input_dtype: torch.dtype | None = None,
+        recompute_act_input: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(glu_interleave_size, **kwargs)
-        self._init_activation(no_offload_activation, act_input_dtype)
+        self._init_activation(no_offload_activation, act_input_dtype, recompute_act_input)
 
     def _gate(self) -> arithmetic.Gate:
         clamped = self._clamped
@@ -260,10 +309,13 @@ class ScaledSiTUGLU(_ScaledGLU, te.ops.ScaledSiTUGLU):
     Args:
         no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
         act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
-            gradients; ``None``: as it came. The rest is as in ``te.ops``.
+            gradients; ``None``: as it came.
+        recompute_act_input: where the grouped MLP runs fused in bf16 or fp16, do not save this op's input: the backward
+            computes FC1 again, with the same bits. Other calls save it and warn once. The rest is as in ``te.ops``.
 
     Raises:
-        ArgumentTypeError: ``no_offload_activation`` is not a bool. ArgumentError: another ``act_input_dtype``.
+        ArgumentTypeError: ``no_offload_activation`` or ``recompute_act_input`` is not a bool. ArgumentError: another
+            ``act_input_dtype``, or one and ``recompute_act_input``.
         UnsupportedReleaseError: the installed Transformer Engine has no row in the adapter's table.
     """
 
@@ -273,10 +325,11 @@ class ScaledSiTUGLU(_ScaledGLU, te.ops.ScaledSiTUGLU):
         *,
         no_offload_activation: bool = False,
         act_input_dtype: torch.dtype | None = None,
+        recompute_act_input: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(glu_interleave_size, **kwargs)
-        self._init_activation(no_offload_activation, act_input_dtype)
+        self._init_activation(no_offload_activation, act_input_dtype, recompute_act_input)
 
     def _gate(self) -> arithmetic.Gate:
         return arithmetic.situ_glu_gate(self.beta1, self.beta2)

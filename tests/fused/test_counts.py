@@ -73,9 +73,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     FP8GlobalStateManager.reset()
 
 
-def fused(recipe: str | None, *, frozen: str = "") -> te.ops.Sequential:
-    """A step of one; ``frozen``: parameters whose names begin so need no gradient."""
+def fused(recipe: str | None, *, frozen: str = "", again: bool = False) -> te.ops.Sequential:
+    """A step of one; ``frozen``: parameters whose names begin so need no gradient. ``again``: FC1 is computed again."""
     module = make_mlp(experts=len(SPLITS), hidden=HIDDEN, ffn=FFN, dtype=torch.bfloat16)
+    module[1].recompute_act_input = again
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not frozen or not name.startswith(frozen))
     with te.autocast(enabled=recipe is not None, recipe=None if recipe is None else RECIPES[recipe]()):
@@ -98,6 +99,14 @@ def test_dense_products_get_one_each(seen: Seen) -> None:
 def test_fc1_dgrad_by_itself_gets_its_own(seen: Seen) -> None:
     fused(None, frozen="0.")
     assert seen[2:] == [("wgrad", ORDERS.fc2_wgrad), ("fc1_dgrad", ORDERS.fc1_dgrad)]
+
+
+def test_fc1_that_is_computed_again_counts_from_a_zero_of_its_own(seen: Seen) -> None:
+    fused(None, again=True)
+    assert [name for name, _ in seen] == ["fc1", "fc2", "fc1", "wgrad", "fc1_backward", "fc1_backward"]
+    count = seen.pop(2)[1]
+    assert count.work.dtype is torch.int32 and count.work[count.place] == 0
+    assert count.data_ptr() not in [other.data_ptr() for _, other in seen]
 
 
 @pytest.mark.parametrize(

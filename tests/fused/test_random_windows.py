@@ -38,6 +38,10 @@ def check(window: Window, device: str) -> None:
                 again = step(window, module, inputs)
             assert_same_bits(found, again)
         moved = session.records[-1].bytes_back
+        module[1].recompute_act_input = True
+        with session.step():
+            assert_same_bits(found, step(window, module, inputs))
+        assert session.records[-1].bytes_back == inputs.x.numel() * window.dtype.itemsize
     assert moved >= window.tokens * widened(window) * window.dtype.itemsize
     assert_same_bits(before, given)
 

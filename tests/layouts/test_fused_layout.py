@@ -160,6 +160,20 @@ def test_recomputed_slot_is_reported_and_its_wish_moves_to_no_other(monkeypatch:
     assert session.records[-1].bytes_out > 0
 
 
+def test_input_that_was_to_be_computed_again_is_saved_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    te_on_cpu.fused(monkeypatch)
+    module = mlp()
+    module[1].recompute_act_input = True
+    with pytest.warns(
+        UserWarning, match="but Transformer Engine's fused op for Blackwell runs, which saves it"
+    ) as said:
+        step(module)
+    assert len(said) == 1
+    with OffloadSession(module, min_bytes=0) as session, session.step():
+        step(module)  # says nothing: a warning is an error here
+    assert {row.slot: row.fate for row in session.records[-1].slots}[SlotName.ACT_INPUT] is Fate.OFFLOADED
+
+
 def test_frozen_fc1_still_has_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     te_on_cpu.fused(monkeypatch)
     module = mlp()

@@ -248,11 +248,13 @@ def _unfused_places(
 
 
 _ACTIVATION: tuple[_Group, ...] = ((SlotName.ACT_INPUT, range(1), (range(1, 2),), SaveState.NOT_SAVED),)
+_ACTIVATION_REBUILT: tuple[_Group, ...] = ((SlotName.ACT_INPUT, range(1), (range(1, 2),), SaveState.RECOMPUTED),)
 _ACTIVATION_IN_FP8: tuple[_Group, ...] = ((SlotName.ACT_INPUT, range(2), (range(2, 3),), SaveState.NOT_SAVED),)
 
 
 def read_activation(op: Any, ctx: OperationContext, *, take: bool = False) -> Layout | None:
-    """The slot of an unfused scaled activation after its forward, or ``None`` if no backward needs anything.
+    """The slot of an unfused scaled activation after its forward, or ``None`` if no backward needs anything. The input may
+    be absent because te_offload's fused op rebuilds it, which saves in this layout too.
 
     Raises:
         UnknownLayoutError: the saved tuple is not the one of Note [Saved layouts].
@@ -261,11 +263,12 @@ def read_activation(op: Any, ctx: OperationContext, *, take: bool = False) -> La
     if saved is None:
         return None
     require_supported_release()
+    rebuilt = bool(getattr(ctx, "te_offload_rebuilt", False))
     if getattr(ctx, "te_offload_act_input", False):  # `save_act_input` has looked at the layout
         return _layout(ctx, _ACTIVATION_IN_FP8, take=take)
-    if len(saved) != 2 or not _is_values(saved[0], none=False) or not _is_scales(saved[1]):
+    if len(saved) != 2 or not _is_values(saved[0], none=rebuilt) or not _is_scales(saved[1]):
         raise _layout_error(op, "unfused", saved, "1 input, 1 of router scales")
-    return _layout(ctx, _ACTIVATION, take=take)
+    return _layout(ctx, _ACTIVATION_REBUILT if rebuilt else _ACTIVATION, take=take)
 
 
 def save_act_input(
