@@ -117,7 +117,7 @@ def ways(layers: int, *, fused: bool = False, fp8: bool = False) -> list[Way]:
         Way("te_offload, a plan for a tenth of the bytes", "te_offload", layers, fraction=0.1),
         *(again if fp8 else ()),
         *checkpoints,
-        *(fc1_again if fused and not fp8 else ()),
+        *(fc1_again if fused else ()),
     ]
 
 

@@ -17,7 +17,7 @@ import torch
 from te_offload.fused import parameters
 from te_offload.fused.fp8_pass import FC1, FC2, Registered
 from te_offload.fused.kernels.block_interface import BlockKernels, BlockNumbers, BlockWeights
-from te_offload.fused.kernels.interface import Counts, Orders
+from te_offload.fused.kernels.interface import Counts, Orders, TileCount
 from te_offload.ops import te_adapter
 from te_offload.ops.scaling import BlockFormat, BlockScaling, LinearBlockScaling
 
@@ -48,7 +48,8 @@ class BlockPass:
     Args:
         kernels: of one device. fc1, fc2: the linears. scalings: theirs.
         offsets: of FC1's rows, and of FC2's. counts: of the forward's products. router: scales (T,).
-        weights: `parameters.weight_parameters` of both linears. backward: whether one will follow.
+        weights: `parameters.weight_parameters` of both linears. backward: whether one will follow. again: whether it will
+            begin with `fc1_again`.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class BlockPass:
         weights: Sequence[list[torch.nn.Parameter]],
         *,
         backward: bool,
+        again: bool = False,
     ) -> None:
         self._kernels = kernels
+        self._again = again
         self._fc1, self._fc2 = fc1, fc2
         self._registered1, self._registered2 = weights
         self._offsets1, self._offsets2 = offsets
@@ -83,13 +86,15 @@ class BlockPass:
     # Forward ---------------------------------------------------------------------------------------------------------
 
     def quantize_input(self, x: torch.Tensor, split_sizes: torch.Tensor) -> Any:
-        """What the backward needs of FC1's input; ``None`` if none follows."""
-        by_column = self._backward and parameters.first_weight(self._fc1).requires_grad
+        """What the backward needs of FC1's input; ``None`` if none follows. For `fc1_again` that is x as it is: FP8 in
+        both directions takes as many bytes.
+        """
+        by_column = self._backward and parameters.first_weight(self._fc1).requires_grad and not self._again
         self._rows, columns = self._kernels.block_rows(
             x, self._offsets1, self._scaling1.input, by_column=by_column, saved=True
         )
         if columns is None:
-            return None
+            return x if self._again else None
         buffers = columns.numbers.flatten(), columns.scales.flatten(), columns.amaxes
         return te_adapter.grouped_columns(self._fc1, columns.shape, x.dtype, split_sizes, buffers)
 
@@ -117,6 +122,22 @@ class BlockPass:
         self._weights2 = BlockWeights(None, weights.columns)
 
     # Backward --------------------------------------------------------------------------------------------------------
+
+    def fc1_again(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        router: torch.Tensor,
+        dtype: torch.dtype,
+        count: TileCount | None,
+    ) -> torch.Tensor:
+        """As of `Fp8Pass`."""
+        kernels, offsets = self._kernels, self._offsets1
+        rows, _ = kernels.block_rows(x, offsets, self._scaling1.input, by_column=False)
+        weights = _weights(kernels, FC1, self._fc1, self._registered1, self._scaling1.weight, backward=False)
+        out = x.new_empty(x.shape[0], self._fc1.out_features, dtype=dtype)
+        kernels.fc1_linear(rows, weights, bias, out, offsets, count)
+        return out
 
     def fc2_dgrad(
         self, dy: torch.Tensor, act_input: torch.Tensor, router: torch.Tensor, *, wgrad: bool
@@ -161,9 +182,12 @@ class BlockPass:
     def fc1_wgrad(self, x: Any, out: Any, accumulate: bool) -> None:
         """The gradients by FC1's weights. ``x``: from `quantize_input`."""
         assert self._columns is not None
-        shape = self._columns.shape[0], self._fc1.in_features
-        saved = BlockNumbers(shape, self._scaling1.input, *te_adapter.columns_of(x))
-        turned = self._kernels.turn_blocks(saved, self._offsets1)
+        if self._again:
+            turned = self._kernels.block_columns(x, self._offsets1, self._scaling1.input)
+        else:
+            shape = self._columns.shape[0], self._fc1.in_features
+            saved = BlockNumbers(shape, self._scaling1.input, *te_adapter.columns_of(x))
+            turned = self._kernels.turn_blocks(saved, self._offsets1)
         padded = self._padded if self._offsets1 is self._offsets2 else None
         ways: dict[str, Any] = {"accumulate": accumulate, "order": self._orders.fc1_wgrad, "padded": padded}
         self._kernels.wgrad_blocks(self._columns, turned, self._offsets1, out, **ways)

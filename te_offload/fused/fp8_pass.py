@@ -12,6 +12,7 @@ of transformer_engine/pytorch/module/base.py); so does this.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from te_offload.fused import parameters
 from te_offload.fused.kernels.fp8_interface import Fp8Kernels, QuantizedRows, QuantizedWeights
-from te_offload.fused.kernels.interface import Counts, Orders
+from te_offload.fused.kernels.interface import Counts, Orders, TileCount
 from te_offload.ops import te_adapter
 from te_offload.ops.scaling import LinearScaling, Scaling
 
@@ -50,7 +51,8 @@ class Fp8Pass:
     Args:
         kernels: of one device. fc1, fc2: the linears. scalings: theirs, from `scaling_of`.
         offsets: of FC1's rows, and of FC2's. counts: of the forward's products. router: scales (T,).
-        weights: `parameters.weight_parameters` of both linears. backward: whether one will follow.
+        weights: `parameters.weight_parameters` of both linears. backward: whether one will follow. again: whether it will
+            begin with `fc1_again`.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class Fp8Pass:
         weights: Sequence[list[torch.nn.Parameter]],
         *,
         backward: bool,
+        again: bool = False,
     ) -> None:
         self._kernels = kernels
+        self._again = again
         self._fc1, self._fc2 = fc1, fc2
         self._registered1, self._registered2 = weights
         self._offsets1, self._offsets2 = offsets
@@ -139,7 +143,7 @@ class Fp8Pass:
     def _let_go_of_fc1(self) -> None:
         """Of what the forward alone reads."""
         assert self._x is not None
-        self._x = self._x._replace(rows=None, factors=None)
+        self._x = self._x._replace(rows=None, factors=self._x.factors if self._again else None)
         self._weights1 = self._weights1._replace(rows=None)
 
     def fc2(self, bias: torch.Tensor | None, bias_scales: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -160,6 +164,21 @@ class Fp8Pass:
         self._weights2 = self._weights2._replace(rows=None)
 
     # Backward --------------------------------------------------------------------------------------------------------
+
+    def fc1_again(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        router: torch.Tensor,
+        dtype: torch.dtype,
+        count: TileCount | None,
+    ) -> torch.Tensor:
+        """What `fc1` gave. ``x``: from `quantize_input`. ``count``: of this product alone."""
+        assert self._x is not None
+        rows, self._x = self._x._replace(rows=x), self._x._replace(factors=None)
+        weights = _again(self._kernels, FC1, self._fc1, self._registered1, self._weights1, self._scaling1.weight)
+        ways: dict[str, Any] = {"fast": True, "count": count}
+        return self._kernels.fc1_fp8(rows, weights, bias, router, self._offsets1, dtype, **ways)[0]
 
     def fc2_dgrad(
         self, dy: torch.Tensor, act_input: torch.Tensor, router: torch.Tensor, *, wgrad: bool
@@ -237,6 +256,15 @@ def _weights(
     return kernels.quantize_weights(
         kernels.prepare(name, parameters.weights(op, registered)), scaling, by_column=by_column
     )
+
+
+def _again(
+    kernels: Fp8Kernels, name: str, op: Any, registered: Registered, weights: QuantizedWeights, scaling: Scaling
+) -> QuantizedWeights:
+    """As the forward read them."""
+    if scaling.given is not None and weights.scales is not None:  # by now others are given for the next step
+        scaling = dataclasses.replace(scaling, given=weights.scales, kept=torch.zeros_like(weights.scales))
+    return _weights(kernels, name, op, registered, scaling, backward=False)
 
 
 def _turned(

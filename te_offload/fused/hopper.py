@@ -231,9 +231,9 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         saves = bool(ctx1.requires_grad)
         offsets = offsets1, offsets2
         registered = judged.registered or (parameters.weight_parameters(fc1), parameters.weight_parameters(fc2))
-        numbers = quantized.make_pass(
-            way, kernels, fc1, fc2, scalings, offsets, counts, flat_scales, registered, backward=saves
-        )
+        again = saves and bool(getattr(activation, "recompute_act_input", False))
+        of_call: Any = scalings, offsets, counts, flat_scales, registered
+        numbers = quantized.make_pass(way, kernels, fc1, fc2, *of_call, backward=saves, again=again)
         if numbers is not None:
             x = numbers.quantize_input(x, splits1)
         if saves:
@@ -242,8 +242,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             wgrad1 = ctx1.weight_requires_grad = parameters.first_weight(fc1).requires_grad
             wgrad2 = ctx3.weight_requires_grad = parameters.first_weight(fc2).requires_grad
             ctx1.te_offload_rebuilt = False
-            again = ctx2.te_offload_rebuilt = self._computes_again(numbers)
-            ctx1.te_offload_fc1_again = (bias1, counts.fc1 is not None) if again else None
+            ctx2.te_offload_rebuilt = again
+            ctx1.te_offload_fc1_again = (bias1, dtype, counts.fc1 is not None) if again else None
             # By the backward the ops may have others (`torch.func.functional_call`).
             ctx1.te_offload_weights = registered
             ctx3.te_offload_bias = bias2 if fc2._scale_bias else None
@@ -276,15 +276,6 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             more = () if bias_scales is None else (bias_scales,)
             self._save_linear(fc2, ctx3, (splits2, offsets2), more, None, kwargs, 2)
         return out, [(), (), ()]
-
-    def _computes_again(self, numbers: Any) -> bool:
-        """Whether the backward makes the activation's input again. ``numbers``: of a call that quantizes."""
-        activation = self._ops[1]
-        if not getattr(activation, "recompute_act_input", False):
-            return False
-        if numbers is not None:
-            activation.say_that_it_saves("this call quantizes FC1's input and weights")
-        return numbers is None
 
     def _save_linear(
         self,
@@ -367,21 +358,22 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         bias_scales = ctx3.saved_tensors[5] if fc2._scale_bias else None
         te_adapter.bring_carried(activation, ctx2)
         act_input, scales = ctx2.saved_tensors
-        if ctx1.te_offload_fc1_again is not None:
+        again, ctx1.te_offload_fc1_again = ctx1.te_offload_fc1_again, None
+        if again is not None:
             te_adapter.bring_carried(fc1, ctx1)  # FC1's input, of which the activation's is made again
-        dtype = (ctx1.saved_tensors[5] if act_input is None else act_input).dtype
+        dtype = act_input.dtype if again is None else again[1]
         dy = _readable(te_adapter.maybe_dequantize(grad_output, dtype), fc2.out_features)
         way, numbers = ctx1.te_offload_quantized
         ctx1.te_offload_quantized = None  # it holds quantized weights, and a second backward is an error
         kernels = self._kernels_for(dy, way)
         flat_scales = wide_scales(scales)
+        weights1, weights2 = (None, None) if numbers is not None else _prepared(kernels, fc1, fc2, registered)
+        if again is not None:
+            act_input = _fc1_again(kernels, ctx1, again, weights1, flat_scales, numbers)
         if numbers is not None:
             dact_input, dscales = numbers.fc2_dgrad(dy, act_input, flat_scales, wgrad=ctx3.weight_requires_grad)
             multiply: Callable[..., None] = (numbers.for_later() if fc2.need_backward_dw() else numbers).fc2_wgrad
         else:
-            weights1, weights2 = _prepared(kernels, fc1, fc2, registered)
-            if act_input is None:
-                act_input = _fc1_again(kernels, ctx1, weights1, flat_scales)
             dact_input, fc2_input, dscales, orders = kernels.fc2_dgrad(dy, weights2, act_input, flat_scales, offsets2)
             multiply = functools.partial(kernels.wgrad, dy, fc2_input, offsets2, order=orders.fc2_wgrad)
             del fc2_input
@@ -468,14 +460,18 @@ def _prepared(kernels: Kernels, fc1: Any, fc2: Any, registered: Sequence[list[to
     )
 
 
-def _fc1_again(kernels: Kernels, ctx1: Any, weights: Any, scales: torch.Tensor) -> torch.Tensor:
-    """The activation's input, by the forward's own product."""
-    bias, counts = ctx1.te_offload_fc1_again
-    ctx1.te_offload_fc1_again = None
+def _fc1_again(
+    kernels: Kernels, ctx1: Any, again: tuple[Any, torch.dtype, bool], weights: Any, scales: torch.Tensor, numbers: Any
+) -> torch.Tensor:
+    """The activation's input, by the forward's own product. ``numbers``: of a call that quantizes."""
+    bias, dtype, counts = again
     offsets, x = ctx1.saved_tensors[1], ctx1.saved_tensors[5]
     # The forward's own count is used up: a launch that began there would find no tile left.
-    count = TileCount(offsets.new_zeros(1, dtype=torch.int32), 0) if counts else None
-    act_input, _ = kernels.fc1(x, weights, bias, scales, offsets, count)
+    count = TileCount(offsets.new_zeros(1), 0) if counts else None
+    if numbers is not None:
+        act_input: torch.Tensor = numbers.fc1_again(x, bias, scales, dtype, count)
+    else:
+        act_input, _ = kernels.fc1(x, weights, bias, scales, offsets, count)
     if ctx1.te_offload_two_splits:
         kernels.clear(offsets, act_input)
     return act_input

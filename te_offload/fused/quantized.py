@@ -83,15 +83,17 @@ def make_pass(
     weights: Sequence[list[torch.nn.Parameter]],
     *,
     backward: bool,
+    again: bool = False,
 ) -> Fp8Pass | BlockPass | None:
     """One forward and backward of a way, ``None`` if nothing is quantized. ``scalings``: of both linears. ``counts``: of
-    the forward's products. ``weights``: `parameters.weight_parameters` of both linears.
+    the forward's products. ``weights``: `parameters.weight_parameters` of both linears. ``again``: whether the backward
+    will compute FC1 once more.
     """
     if way == DENSE:
         return None
     kind: type[Fp8Pass | BlockPass] = Fp8Pass if way == TENSOR_SCALES else BlockPass
     one, other = scalings
-    return kind(kernels, fc1, fc2, (one, other), offsets, counts, router, weights, backward=backward)
+    return kind(kernels, fc1, fc2, (one, other), offsets, counts, router, weights, backward=backward, again=again)
 
 
 def make_kernels(way: Way, activation: Activation, *, reference: bool) -> Kernels:

@@ -118,7 +118,7 @@ class ScaledSReLU(_ScaledActivation, te.ops.ScaledSReLU):
         no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
         act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
             gradients; ``None``: as it came.
-        recompute_act_input: where the grouped MLP runs fused in bf16 or fp16, do not save this op's input: the backward
+        recompute_act_input: where our fused grouped MLP runs (on Hopper), do not save this op's input: the backward
             computes FC1 again, with the same bits. Other calls save it and warn once. The rest is as in ``te.ops``.
 
     Raises:
@@ -162,7 +162,7 @@ class ScaledTanhSReLU(_ScaledActivation, te.ops.ScaledTanhSReLU):
         no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
         act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
             gradients; ``None``: as it came.
-        recompute_act_input: where the grouped MLP runs fused in bf16 or fp16, do not save this op's input: the backward
+        recompute_act_input: where our fused grouped MLP runs (on Hopper), do not save this op's input: the backward
             computes FC1 again, with the same bits. Other calls save it and warn once. The rest is as in ``te.ops``.
 
     Raises:
@@ -245,7 +245,7 @@ class ScaledSwiGLU(_ScaledGLU, te.ops.ScaledSwiGLU):
         no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
         act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
             gradients; ``None``: as it came.
-        recompute_act_input: where the grouped MLP runs fused in bf16 or fp16, do not save this op's input: the backward
+        recompute_act_input: where our fused grouped MLP runs (on Hopper), do not save this op's input: the backward
             computes FC1 again, with the same bits. Other calls save it and warn once. The rest is as in ``te.ops``.
 
     Raises:
@@ -277,7 +277,7 @@ class ScaledClampedQGeGLU(_ScaledGLU, te.ops.ScaledClampedQGeGLU):
         no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
         act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
             gradients; ``None``: as it came.
-        recompute_act_input: where the grouped MLP runs fused in bf16 or fp16, do not save this op's input: the backward
+        recompute_act_input: where our fused grouped MLP runs (on Hopper), do not save this op's input: the backward
             computes FC1 again, with the same bits. Other calls save it and warn once. The rest is as in ``te.ops``.
 
     Raises:
@@ -310,7 +310,7 @@ class ScaledSiTUGLU(_ScaledGLU, te.ops.ScaledSiTUGLU):
         no_offload_activation: keep this op's input (slot ``act_input``) on the GPU.
         act_input_dtype: ``torch.float8_e4m3fn``: save the input so for the backward, with a scale a row, which changes
             gradients; ``None``: as it came.
-        recompute_act_input: where the grouped MLP runs fused in bf16 or fp16, do not save this op's input: the backward
+        recompute_act_input: where our fused grouped MLP runs (on Hopper), do not save this op's input: the backward
             computes FC1 again, with the same bits. Other calls save it and warn once. The rest is as in ``te.ops``.
 
     Raises:

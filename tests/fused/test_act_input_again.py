@@ -14,7 +14,6 @@ import torch
 import transformer_engine.pytorch as te
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
-from transformer_engine.common.recipe import Float8CurrentScaling
 
 from te_offload import Fate, OffloadSession, Reason, ops
 from te_offload.errors import ArgumentError, ArgumentTypeError, SavedTensorModifiedError
@@ -251,25 +250,6 @@ def run_forward(module: te.ops.Sequential) -> torch.Tensor:
     x, sizes, scales = make_inputs(SPLITS)
     y: torch.Tensor = module(x, sizes, scales, sizes)
     return y
-
-
-@pytest.mark.usefixtures("fp8_in_torch_arithmetic")
-def test_calls_that_quantize_save_it_and_say_so_once() -> None:
-    splits, found = (130, 0, 384), []
-    for again in (False, True):
-        torch.manual_seed(0)
-        module = make_mlp(experts=3, hidden=128, ffn=256, dtype=torch.bfloat16)
-        module[1].recompute_act_input = again
-        with te.autocast(enabled=True, recipe=Float8CurrentScaling()), warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            found.append(run(module, splits, hidden=128))
-            run(module, splits, hidden=128)
-        assert [str(one.message) for one in said] == again * [
-            "ScaledSReLU: recompute_act_input=True, but this call quantizes FC1's input and weights: act_input is saved, "
-            "as without it."
-        ]
-        assert calls_of(module[0]).fused == 2
-    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,17 @@ def test_fc1_that_is_computed_again_counts_from_a_zero_of_its_own(seen: Seen) ->
 
 
 @pytest.mark.parametrize(
+    ("recipe", "fc1"), [("current", "fc1_fp8"), ("delayed", "fc1_fp8"), ("blocks", "fc1_linear")], ids=str
+)
+def test_quantized_fc1_that_is_computed_again_does_too(seen: Seen, recipe: str, fc1: str) -> None:
+    fused(recipe, again=True)
+    assert len(seen) == 6 and seen[2][0] == fc1
+    count = seen.pop(2)[1]
+    assert count.work.dtype is torch.int32 and count.work[count.place] == 0
+    assert count.data_ptr() not in [other.data_ptr() for _, other in seen]
+
+
+@pytest.mark.parametrize(
     ("recipe", "fc1", "linear", "wgrad"),
     [
         ("current", "fc1_fp8", "linear_fp8", "wgrad_fp8"),

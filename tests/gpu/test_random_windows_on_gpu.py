@@ -70,11 +70,12 @@ def check_quantized(monkeypatch: pytest.MonkeyPatch, window: Window, recipe: str
     inputs, recipes = make_inputs(window, "cuda"), RECIPES | {"blocks": te_recipe.Float8BlockScaling()}
 
     def run(
-        switch: str, steps: int, *, offload: bool = False
+        switch: str, steps: int, *, offload: bool = False, saves: bool = True
     ) -> tuple[dict[str, torch.Tensor], te.ops.Sequential, int]:
         monkeypatch.setenv(hopper.SWITCH, switch)
         FP8GlobalStateManager.reset()
         module, moved = make_module(window, "cuda"), 0
+        module[1].recompute_act_input = not saves
         session = OffloadSession([module], min_bytes=0, max_in_flight=0, verify=True) if offload else None
         for _ in range(steps):
             with warnings.catch_warnings(), te.autocast(enabled=True, recipe=recipes[recipe]):
@@ -98,6 +99,9 @@ def check_quantized(monkeypatch: pytest.MonkeyPatch, window: Window, recipe: str
     again, _, moved = run("1", steps, offload=True)
     assert_same_bits(found, again)
     assert moved >= window.tokens * widened(window)
+    again, _, moved = run("1", steps, offload=True, saves=False)
+    assert_same_bits(found, again)
+    assert moved == inputs.x.numel() * (inputs.x.element_size() if recipe == "blocks" else 1)
     reference, _, _ = run("reference", steps)
     exact = step_in_fp64(window, module, inputs)
     for expected, most in ((exact.results, NEAR_FP64), (reference, NEAR_REFERENCE[recipe])):

@@ -77,6 +77,9 @@ class BlockKernels(Kernels, Protocol):
                 spares turning them; `turn_blocks` follows.
         """
 
+    def block_columns(self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling) -> BlockNumbers:
+        """The columns of x (T, columns) alone, as `wgrad_blocks` reads them."""
+
     def block_dact_rows(
         self, dact_input: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool
     ) -> tuple[BlockNumbers, BlockNumbers | None]:

@@ -47,6 +47,10 @@ class ReferenceBlockKernels(ReferenceKernels):
         columns = _quantize(x, offsets, scaling, by_column=True) if by_column else None
         return _quantize(x, offsets, scaling, by_column=False), columns
 
+    def block_columns(self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling) -> BlockNumbers:
+        """See `BlockKernels.block_columns`."""
+        return _quantize(x, offsets, scaling, by_column=True)
+
     def block_dact_rows(
         self, dact_input: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool
     ) -> tuple[BlockNumbers, BlockNumbers | None]:

@@ -69,6 +69,12 @@ class Sm90BlockKernels(Sm90Kernels):
         assert rows is not None
         return rows, found
 
+    def block_columns(self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling) -> BlockNumbers:
+        """See `BlockKernels.block_columns`."""
+        _, columns = self._quantizers.rows(x, offsets, scaling, by_row=False, columns=blocks.TURNED)
+        assert columns is not None
+        return columns
+
     def block_dact_rows(
         self, dact_input: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool
     ) -> tuple[BlockNumbers, BlockNumbers | None]:
