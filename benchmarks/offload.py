@@ -1,7 +1,7 @@
 """One training step of a stack of grouped MLPs: without offloading, with ours, with Transformer Engine's own context.
 
     ./run benchmarks.offload [--shape 64] [--shape 8] [--fp8] [--activation srelu|swiglu] [--asks [tolist|numbers_on_host]]
-                             [--fused] [--one-thread] [--rounds 20] [--only TEXT] [--json FILE]
+                             [--fused] [--one-thread] [--rounds 20] [--only TEXT ...] [--json FILE]
 
 All ways run in one process, interleaved, forwards and backwards through the list by turns (A B B A); each time is the
 median over the rounds, of the host's clock around a step that ends with a synchronization. Before that each has run the
@@ -41,6 +41,7 @@ import gc
 import operator
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ def ways(layers: int, *, fused: bool = False, fp8: bool = False) -> list[Way]:
         Way(fc1, "te_offload", most, fc1_again=True),
         Way(f"{fc1}, max_in_flight 32 MiB", "te_offload", most, fc1_again=True, max_in_flight="32MiB"),
     ]
+    both = Way(f"{fc1}, {made}", "te_offload", most, fc1_again=True, keep_weights=False)
     return [
         Way("plain te.ops, no offload", plain=True),
         Way("our ops, no offload"),
@@ -118,18 +120,19 @@ def ways(layers: int, *, fused: bool = False, fp8: bool = False) -> list[Way]:
         *(again if fp8 else ()),
         *checkpoints,
         *(fc1_again if fused else ()),
+        *((both,) if fused and fp8 else ()),
     ]
 
 
-def measure(shape: Shape, rounds: int, only: str | None) -> dict[str, Any]:
-    """Run every way, or the first three and those with ``only`` in their name; the rows as plain values."""
+def measure(shape: Shape, rounds: int, only: Sequence[str] | None) -> dict[str, Any]:
+    """Run every way, or the first three and those with one of ``only`` in their name; the rows as plain values."""
     inputs = make_inputs(shape)
     rows: list[dict[str, Any]] = []
     variants: list[Variant] = []
     references: dict[bool, list[torch.Tensor]] = {}  # by whether layers run fused, which has bits of its own
     beside: list[int] | None = None
     for number, way in enumerate(ways(shape.layers, fused=shape.fused, fp8=shape.fp8)):
-        if only is not None and number > 2 and only not in way.name:
+        if only is not None and number > 2 and not any(text in way.name for text in only):
             continue
         try:
             variant = Variant(way, shape, inputs, variants[0].model if variants else None)
@@ -305,7 +308,9 @@ def main() -> None:
         "--asks", nargs="?", const="tolist", choices=tuple(ASKS), help="split sizes are asked for so before each layer"
     )
     parser.add_argument("--fused", action="store_true", help="our ops run fused; with others' engines plain te.ops too")
-    parser.add_argument("--only", help="the first three ways, and those with this text in their name")
+    parser.add_argument(
+        "--only", nargs="+", help="the first three ways, and those with one of these texts in their names"
+    )
     arguments = parser.parse_args()
     gated = arguments.activation == "swiglu"
     run(
