@@ -108,7 +108,7 @@ class Sm90Fp8GluKernels(Sm90Fp8Kernels):
         return to_pairs(bias, self._gated.interleave)
 
     def _tiled(self, act_input: torch.Tensor) -> torch.Tensor:
-        return act_input.view(act_input.shape[0], -1, 2)[..., 0]
+        return act_input.view(act_input.shape[0], act_input.shape[1] // 2, 2)[..., 0]  # also of no tokens
 
     def _numbers(self) -> dict[str, Any]:
         return sm90_glu_device.numbers_of(self._gated)
