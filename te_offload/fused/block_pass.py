@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from te_offload.fused import parameters
-from te_offload.fused.fp8_pass import FC1, FC2, Registered
+from te_offload.fused.fp8_pass import FC1, FC2, Beside, Registered
 from te_offload.fused.kernels.block_interface import BlockKernels, BlockNumbers, BlockWeights
 from te_offload.fused.kernels.interface import Counts, Orders, TileCount
 from te_offload.ops import te_adapter
@@ -98,6 +98,10 @@ class BlockPass:
         buffers = columns.numbers.flatten(), columns.scales.flatten(), columns.amaxes
         return te_adapter.grouped_columns(self._fc1, columns.shape, x.dtype, split_sizes, buffers)
 
+    def beside_input(self) -> Beside:
+        """Nothing: scales are saved with the numbers that they are of."""
+        return None, None, None
+
     def fc1(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """The activation's input."""
         assert self._rows is not None and self._router is not None
@@ -126,6 +130,7 @@ class BlockPass:
     def fc1_again(
         self,
         x: torch.Tensor,
+        beside: Beside,
         bias: torch.Tensor | None,
         router: torch.Tensor,
         dtype: torch.dtype,
@@ -179,7 +184,7 @@ class BlockPass:
         kernels.clear(offsets, out)
         self._weights1 = BlockWeights(None, None)
 
-    def fc1_wgrad(self, x: Any, out: Any, accumulate: bool) -> None:
+    def fc1_wgrad(self, x: Any, beside: Beside, out: Any, accumulate: bool) -> None:
         """The gradients by FC1's weights. ``x``: from `quantize_input`."""
         assert self._columns is not None
         if self._again:

@@ -25,6 +25,8 @@ from te_offload.ops import te_adapter
 from te_offload.ops.scaling import LinearScaling, Scaling
 
 Registered = list[torch.nn.Parameter]  # weights of a linear, as its forward found them
+Beside = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Small tensors of integers that are saved with FC1's input, in the place of a linear's metadata."""
 FC1, FC2 = "FC1's weights", "FC2's weights"  # names of sets of weights
 _MULTIPLE = 16  # 8-bit numbers in TMA's 16 bytes
 
@@ -96,6 +98,15 @@ class Fp8Pass:
         assert self._x.rows is not None
         return self._x.rows
 
+    def beside_input(self) -> Beside:
+        """What the backward needs with those rows, saved with them, as integers: inverse scales, and for `fc1_again`
+        factors and, of delayed scaling, FC1's weights' scales. A checkpoint's second forward has others than the first.
+        """
+        assert self._x is not None
+        of_again = (self._x.factors, self._weights1.scales) if self._again else (None, None)
+        one, two, three = (None if of is None else of.view(torch.int32) for of in (self._x.inverses, *of_again))
+        return one, two, three
+
     def fc1(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """The activation's input."""
         assert self._x is not None and self._router is not None
@@ -143,7 +154,7 @@ class Fp8Pass:
     def _let_go_of_fc1(self) -> None:
         """Of what the forward alone reads."""
         assert self._x is not None
-        self._x = self._x._replace(rows=None, factors=self._x.factors if self._again else None)
+        self._x = self._x._replace(rows=None, factors=None)
         self._weights1 = self._weights1._replace(rows=None)
 
     def fc2(self, bias: torch.Tensor | None, bias_scales: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -168,15 +179,19 @@ class Fp8Pass:
     def fc1_again(
         self,
         x: torch.Tensor,
+        beside: Beside,
         bias: torch.Tensor | None,
         router: torch.Tensor,
         dtype: torch.dtype,
         count: TileCount | None,
     ) -> torch.Tensor:
-        """What `fc1` gave. ``x``: from `quantize_input`. ``count``: of this product alone."""
+        """What `fc1` gave. ``x``: from `quantize_input`. ``beside``: `beside_input`. ``count``: of this product alone."""
         assert self._x is not None
-        rows, self._x = self._x._replace(rows=x), self._x._replace(factors=None)
-        weights = _again(self._kernels, FC1, self._fc1, self._registered1, self._weights1, self._scaling1.weight)
+        _, factors, scales = (None if of is None else of.view(torch.float32) for of in beside)
+        rows, scaling = self._x._replace(rows=x, factors=factors), self._scaling1.weight
+        if scaling.given is not None and scales is not None:  # by now others are given for the next step
+            scaling = dataclasses.replace(scaling, given=scales, kept=torch.zeros_like(scales))
+        weights = _weights(self._kernels, FC1, self._fc1, self._registered1, scaling, backward=False)
         ways: dict[str, Any] = {"fast": True, "count": count}
         return self._kernels.fc1_fp8(rows, weights, bias, router, self._offsets1, dtype, **ways)[0]
 
@@ -238,10 +253,11 @@ class Fp8Pass:
         self._weights1 = self._weights1._replace(columns=None)
         self._dy = self._dy._replace(rows=None)
 
-    def fc1_wgrad(self, x: torch.Tensor, out: Any, accumulate: bool) -> None:
-        """The gradients by FC1's weights. ``x``: from `quantize_input`."""
-        assert self._dy is not None and self._x is not None
-        turned = self._kernels.turn(self._x._replace(rows=x), self._offsets1)
+    def fc1_wgrad(self, x: torch.Tensor, beside: Beside, out: Any, accumulate: bool) -> None:
+        """The gradients by FC1's weights. ``x``: from `quantize_input`. ``beside``: `beside_input`."""
+        assert self._dy is not None and self._x is not None and beside[0] is not None
+        rows = self._x._replace(rows=x, inverses=beside[0].view(torch.float32))
+        turned = self._kernels.turn(rows, self._offsets1)
         padded = self._padded if self._offsets1 is self._offsets2 else None
         ways: dict[str, Any] = {"accumulate": accumulate, "fast": False, "order": self._orders.fc1_wgrad}
         self._kernels.wgrad_fp8(self._dy, turned, self._offsets1, out, **ways, padded=padded)
@@ -256,15 +272,6 @@ def _weights(
     return kernels.quantize_weights(
         kernels.prepare(name, parameters.weights(op, registered)), scaling, by_column=by_column
     )
-
-
-def _again(
-    kernels: Fp8Kernels, name: str, op: Any, registered: Registered, weights: QuantizedWeights, scaling: Scaling
-) -> QuantizedWeights:
-    """As the forward read them."""
-    if scaling.given is not None and weights.scales is not None:  # by now others are given for the next step
-        scaling = dataclasses.replace(scaling, given=weights.scales, kept=torch.zeros_like(weights.scales))
-    return _weights(kernels, name, op, registered, scaling, backward=False)
 
 
 def _turned(

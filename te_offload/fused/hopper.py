@@ -249,7 +249,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             ctx3.te_offload_bias = bias2 if fc2._scale_bias else None
             read = [*parameters.registered(fc1, registered[0]), *parameters.registered(fc2, registered[1])]
             ctx1.te_offload_versions = read, parameters.versions(read)
-            self._save_linear(fc1, ctx1, (splits1, offsets1), (), x if wgrad1 or again else None, kwargs, 0)
+            beside = (None, None, None) if numbers is None else numbers.beside_input()
+            self._save_linear(fc1, ctx1, (splits1, offsets1, *beside), (), x if wgrad1 or again else None, kwargs, 0)
         ctx1.te_offload_two_splits = offsets2 is not offsets1
         if numbers is not None:
             act_input = numbers.fc1(bias1, dtype)
@@ -274,14 +275,14 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         if saves:
             ctx3.te_offload_rebuilt = wgrad2
             more = () if bias_scales is None else (bias_scales,)
-            self._save_linear(fc2, ctx3, (splits2, offsets2), more, None, kwargs, 2)
+            self._save_linear(fc2, ctx3, (splits2, offsets2, None, None, None), more, None, kwargs, 2)
         return out, [(), (), ()]
 
     def _save_linear(
         self,
         op: Any,
         ctx: te_adapter.OperationContext,
-        metadata: tuple[torch.Tensor, torch.Tensor],
+        metadata: tuple[torch.Tensor | None, ...],
         bias_scales: tuple[torch.Tensor, ...],
         x: torch.Tensor | None,
         kwargs: dict[str, Any],
@@ -292,7 +293,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         """
         ctx.use_grouped_tensor_path = ctx.te_offload_weights_apart = True
         ctx.dgrad_out = kwargs["basic_op_kwargs"][number].get(te_adapter.GROUPED_LINEAR_GRAD_INPUT_KEY)
-        ctx.to_save = (*metadata, None, None, None, *bias_scales, x)
+        ctx.to_save = (*metadata, *bias_scales, x)
         te_adapter.mark_activations(x)
         if isinstance(op, SlotOwner):
             absent = SaveState.RECOMPUTED if ctx.te_offload_rebuilt else SaveState.NOT_SAVED
@@ -399,7 +400,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             bring_x()
         x = ctx1.saved_tensors[5]
         if numbers is not None:
-            multiply = functools.partial(numbers.fc1_wgrad, x)
+            multiply = functools.partial(numbers.fc1_wgrad, x, ctx1.saved_tensors[2:5])
         elif together:
             multiply = functools.partial(
                 kernels.fc1_backward,
@@ -469,7 +470,7 @@ def _fc1_again(
     # The forward's own count is used up: a launch that began there would find no tile left.
     count = TileCount(offsets.new_zeros(1), 0) if counts else None
     if numbers is not None:
-        act_input: torch.Tensor = numbers.fc1_again(x, bias, scales, dtype, count)
+        act_input: torch.Tensor = numbers.fc1_again(x, ctx1.saved_tensors[2:5], bias, scales, dtype, count)
     else:
         act_input, _ = kernels.fc1(x, weights, bias, scales, offsets, count)
     if ctx1.te_offload_two_splits:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_offload import Fate, OffloadSession, Reason
@@ -226,3 +227,43 @@ def test_a_weight_that_changed_before_fc1_reads_it_again_is_an_error(recipe: str
         module[0].weight1.mul_(2)
     with pytest.raises(SavedTensorModifiedError, match="a weight or a bias was written to"):
         loss.backward()
+
+
+def checkpointed_step(module: te.ops.Sequential, seed: int, *, by_checkpoint: bool = True) -> dict[str, torch.Tensor]:
+    """Gradients of a step under delayed scaling, whose scales are the next step's before the backward begins."""
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16, seed=seed)
+    module.zero_grad()
+
+    def layer(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
+            y: torch.Tensor = module(x, sizes, scales, sizes)
+        return y
+
+    y: torch.Tensor = checkpoint(layer, x, scales, use_reentrant=False) if by_checkpoint else layer(x, scales)
+    y.float().sum().backward()
+    return gradients(module, x, scales)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("activation", ["srelu", "swiglu"])
+def test_checkpoints_under_delayed_scaling_have_gradients_near_those_without(activation: str, again: bool) -> None:
+    """Their second forward has other scales than the first: in the first step by a factor of a hundred."""
+    found = []
+    for by_checkpoint in (False, True):
+        module = mlp(again=again, activation=activation)
+        found.append([checkpointed_step(module, seed, by_checkpoint=by_checkpoint) for seed in range(3)])
+        assert_all_fused(module)
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        for name, grad in one.items():
+            off = (grad.float() - other[name].float()).norm()
+            assert off <= 0.15 * grad.float().norm(), f"{name}: off by {off} of {grad.float().norm()}"
+
+
+def test_checkpoints_under_delayed_scaling_have_the_bits_of_a_saved_input() -> None:
+    found = []
+    for again in (False, True):
+        module = mlp(again=again)
+        found.append([checkpointed_step(module, seed) for seed in range(3)])
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)

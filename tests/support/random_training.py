@@ -179,6 +179,11 @@ class Training:
         self._last: Step | None = None
         self.raised: list[bool] = []
 
+    @property
+    def activations(self) -> list[Any]:
+        """Of each layer."""
+        return [layer.mlp[1] for layer in self._each]
+
     def run(self, session: OffloadSession | None = None) -> list[Results]:
         """All steps."""
         for layer in self._each:
