@@ -11,6 +11,7 @@ import pytest
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_offload import Fate, SlotName
+from te_offload.fused import hopper
 from te_offload.offload import engine
 from te_offload.ops.te_adapter import pipeline
 from tests.support.late_copies import LateTransfer
@@ -61,3 +62,22 @@ def test_random_training_in_a_session_has_the_bits_of_one_without(
         rows = [row for record in records for row in record.slots]
         again += sum(row.slot is SlotName.ACT_INPUT and row.fate is Fate.RECOMPUTED for row in rows)
     assert moved > 100_000 and again
+
+
+@pytest.mark.parametrize("seeds", [(10, 22, 27, 47), range(30, 36)], ids=["checkpoints, other scales", "30 to 35"])
+def test_random_training_that_runs_fused_is_near_one_that_runs_op_by_op(
+    seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the norm of each tensor, so that a scale of another tensor or of another forward shows."""
+    for seed in seeds:
+        found = []
+        for switch in ("0", "reference"):
+            monkeypatch.setenv(hopper.SWITCH, switch)
+            FP8GlobalStateManager.reset()
+            found.append(Training(seed).run())
+        for number, (expected, step) in enumerate(zip(*found, strict=True)):
+            assert expected.keys() == step.keys()
+            for name, tensor in step.items():
+                most = 0.35 * expected[name].float().norm() + 1e-6
+                off = (tensor.float() - expected[name].float()).norm()
+                assert off <= most, f"training {seed}, step {number}, {name}: off by {off}, not within {most}"
