@@ -28,13 +28,24 @@ def demo(
     recipe: Annotated[
         str, typer.Option(help="Of the grouped MLPs: none, fp8, fp8-delayed, fp8-block, mxfp8, nvfp4.")
     ] = "none",
+    recompute_act_input: Annotated[
+        bool, typer.Option(help="With offloading, compute FC1 again instead of saving its output, where it runs fused.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for report.json and report.png.")] = Path("te-offload-demo"),
 ) -> None:
     """Train a small MoE language model on real text, with and without offloading, and compare every bit."""
     from te_offload.cli.demo import run_demo
 
     raise typer.Exit(
-        run_demo(no_offload=no_offload, steps=steps, device=device, min_bytes=min_bytes, recipe=recipe, out=out)
+        run_demo(
+            no_offload=no_offload,
+            steps=steps,
+            device=device,
+            min_bytes=min_bytes,
+            recipe=recipe,
+            recompute_act_input=recompute_act_input,
+            out=out,
+        )
     )
 
 

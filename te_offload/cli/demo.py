@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,17 @@ def choose_device(text: str) -> torch.device:
     return torch.device("cuda" if text == "cuda" or (text == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def run_demo(*, no_offload: str, steps: int, device: str, min_bytes: str, recipe: str, out: Path) -> int:
-    """Run the demo; returns the exit status."""
+def run_demo(
+    *,
+    no_offload: str,
+    steps: int,
+    device: str,
+    min_bytes: str,
+    recipe: str,
+    recompute_act_input: bool = False,
+    out: Path,
+) -> int:
+    """Run the demo; returns the exit status. ``recompute_act_input``: in the run with offloading alone."""
     console = Console()
     target = choose_device(device)
     config = TrainingConfig(
@@ -78,7 +88,7 @@ def run_demo(*, no_offload: str, steps: int, device: str, min_bytes: str, recipe
         f"{config.seed}.",
         highlight=False,
     )
-    first, second, offloaded = _train_three_times(console, config)
+    first, second, offloaded = _train_three_times(console, config, recompute_act_input)
     assert second.record is not None and offloaded.record is not None
 
     console.print(
@@ -97,7 +107,7 @@ def run_demo(*, no_offload: str, steps: int, device: str, min_bytes: str, recipe
         "the run with offloading gives the same bits": first_difference(first, offloaded),
         "bytes were moved out and back": None if offloaded.bytes_out and offloaded.bytes_back else "the bytes moved",
     }
-    _write(out, config, recipe, checks, first, second, offloaded)
+    _write(out, config, recipe, recompute_act_input, checks, first, second, offloaded)
     console.print(f"\nWrote {out / 'report.json'} and {out / 'report.png'}")
     for check, difference in checks.items():
         console.print(
@@ -106,7 +116,9 @@ def run_demo(*, no_offload: str, steps: int, device: str, min_bytes: str, recipe
     return 1 if any(checks.values()) else 0
 
 
-def _train_three_times(console: Console, config: TrainingConfig) -> tuple[RunResult, RunResult, RunResult]:
+def _train_three_times(
+    console: Console, config: TrainingConfig, recompute_act_input: bool
+) -> tuple[RunResult, RunResult, RunResult]:
     columns = (
         TextColumn("{task.description:<28}"),
         BarColumn(),
@@ -122,7 +134,8 @@ def _train_three_times(console: Console, config: TrainingConfig) -> tuple[RunRes
             def advance(loss: float, task: TaskID = task) -> None:
                 bar.update(task, advance=1, loss=f"{loss:.3f}")
 
-            runs.append(train(config, offload=offload, progress=advance))
+            model = replace(config.model, recompute_act_input=recompute_act_input and offload is True)
+            runs.append(train(replace(config, model=model), offload=offload, progress=advance))
     return runs[0], runs[1], runs[2]
 
 
@@ -139,6 +152,7 @@ def _write(
     out: Path,
     config: TrainingConfig,
     recipe: str,
+    recompute_act_input: bool,
     checks: dict[str, str | None],
     first: RunResult,
     second: RunResult,
@@ -159,6 +173,7 @@ def _write(
         "seed": config.seed,
         "recipe": recipe,
         "dtype": str(config.dtype).removeprefix("torch."),
+        "recompute_act_input": recompute_act_input,
         "kept_slots": sorted(slot.value for slot in config.model.keep),
         "checks": {check: {"holds": found is None, "difference": found} for check, found in checks.items()},
         "losses": offloaded.losses,

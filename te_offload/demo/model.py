@@ -26,7 +26,7 @@ class ModelConfig:
         experts, top_k, ffn: experts a layer, experts a token, width inside an expert.
         context: bytes a sample.
         rows: of which each expert's number of tokens is made a multiple, by tokens of zeros.
-        keep: slots whose op gets ``no_offload_activation=True``.
+        keep: slots whose op gets ``no_offload_activation=True``. recompute_act_input: of the activations.
     """
 
     dim: int = 128
@@ -38,6 +38,7 @@ class ModelConfig:
     context: int = 128
     rows: int = 1
     keep: frozenset[SlotName] = frozenset()
+    recompute_act_input: bool = False
 
 
 class Attention(torch.nn.Module):
@@ -73,7 +74,10 @@ class MoE(torch.nn.Module):
                 no_offload_activation=SlotName.FC1_INPUT in config.keep,
                 **size,
             ),
-            ops.ScaledSReLU(no_offload_activation=SlotName.ACT_INPUT in config.keep),
+            ops.ScaledSReLU(
+                no_offload_activation=SlotName.ACT_INPUT in config.keep,
+                recompute_act_input=config.recompute_act_input,
+            ),
             ops.GroupedLinear(
                 config.experts,
                 config.ffn,

@@ -20,6 +20,7 @@ from te_offload.demo import training
 from te_offload.demo.model import ModelConfig, MoE, _padded
 from te_offload.demo.recipes import RECIPES, choose_recipe
 from te_offload.errors import ArgumentError
+from te_offload.fused import hopper
 from te_offload.offload.saved import Saved
 from tests.support import te_on_cpu
 
@@ -62,6 +63,21 @@ def test_no_offload_reaches_the_ops(tmp_path: Path) -> None:
         "act_input": ("kept", "asked by the user"),
         "fc2_input": ("offloaded", ""),
     }
+
+
+def test_demo_that_computes_fc1_again_has_the_bits_of_runs_that_save_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "reference")
+    status, text = invoke("--out", str(tmp_path), "--recompute-act-input")
+    assert status == 0, text
+    report = json.loads((tmp_path / "report.json").read_text())
+    fates = [
+        {row["fate"] for row in report[step]["slots"] if row["slot"] == "act_input"}
+        for step in ("last_step_without", "last_step_with")
+    ]
+    assert fates == [{"kept"}, {"recomputed"}] and report["recompute_act_input"]
+    assert report["bytes_out"] == report["bytes_back"] > 0
 
 
 def test_wrong_gradient_bit_makes_the_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
