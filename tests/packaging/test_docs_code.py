@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from te_offload import Fate
-from tests.support.docs_code import EXPERTS, HIDDEN, LAYERS, SPLITS, LossOf, Model, batches, code_blocks, run
+from te_offload.fused import hopper
+from tests.support.docs_code import EXPERTS, FFN, HIDDEN, LAYERS, SPLITS, LossOf, Model, batches, code_blocks, run
+from tests.support.mlp import make_inputs, seeded
 
 ON_GPU = {"offloading.md 4", *(f"graphs.md {number}" for number in range(1, 5))}  # tests/gpu/test_docs_code_on_gpu.py
 STEPS = 2
@@ -17,7 +19,8 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def test_every_block_of_code_is_run_by_a_test() -> None:
-    assert set(code_blocks()) == ON_GPU | {"README.md 1", "offloading.md 1", "offloading.md 2", "offloading.md 3"}
+    offloading = {f"offloading.md {number}" for number in range(1, 4)}
+    assert set(code_blocks()) == ON_GPU | offloading | {"README.md 1", "adopting.md 1", "adopting.md 2"}
 
 
 @pytest.mark.parametrize("block", ["README.md 1", "offloading.md 1"])
@@ -76,3 +79,59 @@ def test_context_in_place_of_transformer_engine_s_offloads_with_the_gradients_of
     assert record.bytes_out > 0
     expected = gradients(twin)
     assert len(expected) == 2 * EXPERTS * 8 and all(map(torch.equal, gradients(model), expected))
+
+
+def experts_apart(
+    x: torch.Tensor, gates: torch.Tensor, ups: torch.Tensor, downs: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """What both frameworks' experts compute, one expert after the other; weights as torchtitan has them."""
+    found = []
+    for expert, (rows, scale) in enumerate(zip(x.split(SPLITS), scales.split(SPLITS), strict=True)):
+        hidden = torch.nn.functional.silu(rows @ gates[expert].t()) * (rows @ ups[expert].t())
+        found.append(hidden * scale[:, None] @ downs[expert].t())
+    return torch.cat(found)
+
+
+def weights_of_experts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gates' and the others (E, F, H), and those of the second linear (E, H, F)."""
+    gates, ups = (seeded((EXPERTS, FFN, HIDDEN), seed) / HIDDEN**0.5 for seed in (1, 2))
+    return gates, ups, seeded((EXPERTS, HIDDEN, FFN), 3) / FFN**0.5
+
+
+SWITCHES = pytest.mark.parametrize("switch", ["0", "reference"], ids=["op by op", "fused"])
+
+
+@SWITCHES
+def test_experts_in_place_of_megatron_core_s_compute_what_those_do(
+    monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    monkeypatch.setenv(hopper.SWITCH, switch)
+    names = run(code_blocks()["adopting.md 1"], "cpu")
+    experts = names["Experts"](EXPERTS, HIDDEN, FFN, device="cpu", dtype=torch.float32)
+    gates, ups, downs = weights_of_experts()
+    theirs = {f"linear_fc1.weight{i}": torch.cat([gates[i], ups[i]]) for i in range(EXPERTS)}
+    theirs |= {f"linear_fc2.weight{i}": downs[i] for i in range(EXPERTS)}
+    experts.load_their_weights(theirs | {"linear_fc1._extra_state": torch.empty(0)})
+    x, splits, scales = make_inputs(SPLITS, HIDDEN)
+    y, bias = experts(x, splits.int(), scales)
+    assert bias is None
+    torch.testing.assert_close(y, experts_apart(x, gates, ups, downs, scales))
+    with pytest.raises(AssertionError, match="weight2"):
+        experts.load_their_weights({name: theirs[name] for name in theirs if not name.endswith("weight2")})
+
+
+@SWITCHES
+def test_experts_in_place_of_torchtitan_s_compute_what_those_do(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+    monkeypatch.setenv(hopper.SWITCH, switch)
+    names = run(code_blocks()["adopting.md 2"], "cpu")
+    experts = names["GroupedExperts"](HIDDEN, FFN, EXPERTS, device="cpu", dtype=torch.float32)
+    gates, ups, downs = weights_of_experts()
+    experts.load_their_weights(gates, downs, ups)
+    x, splits, scales = make_inputs(SPLITS, HIDDEN)
+    ones = torch.ones_like(scales)
+    torch.testing.assert_close(experts(x, splits), experts_apart(x, gates, ups, downs, ones))
+    expected = experts_apart(x, gates, ups, downs, scales)
+    (of_theirs,) = torch.autograd.grad(expected.sum(), scales)
+    found = experts(x, splits.int(), scales)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), scales)[0], of_theirs, rtol=1e-4, atol=1e-4)
