@@ -74,7 +74,7 @@ def run_demo(
     console = Console()
     target = choose_device(device)
     config = TrainingConfig(
-        model=ModelConfig(keep=parse_slots(no_offload)),
+        model=ModelConfig(keep=parse_slots(no_offload), recompute_act_input=recompute_act_input),
         steps=steps,
         device=target,
         dtype=torch.bfloat16 if target.type == "cuda" else torch.float32,
@@ -88,7 +88,7 @@ def run_demo(
         f"{config.seed}.",
         highlight=False,
     )
-    first, second, offloaded = _train_three_times(console, config, recompute_act_input)
+    first, second, offloaded = _train_three_times(console, config)
     assert second.record is not None and offloaded.record is not None
 
     console.print(
@@ -107,7 +107,7 @@ def run_demo(
         "the run with offloading gives the same bits": first_difference(first, offloaded),
         "bytes were moved out and back": None if offloaded.bytes_out and offloaded.bytes_back else "the bytes moved",
     }
-    _write(out, config, recipe, recompute_act_input, checks, first, second, offloaded)
+    _write(out, config, recipe, checks, first, second, offloaded)
     console.print(f"\nWrote {out / 'report.json'} and {out / 'report.png'}")
     for check, difference in checks.items():
         console.print(
@@ -116,9 +116,8 @@ def run_demo(
     return 1 if any(checks.values()) else 0
 
 
-def _train_three_times(
-    console: Console, config: TrainingConfig, recompute_act_input: bool
-) -> tuple[RunResult, RunResult, RunResult]:
+def _train_three_times(console: Console, config: TrainingConfig) -> tuple[RunResult, RunResult, RunResult]:
+    saving = replace(config, model=replace(config.model, recompute_act_input=False))
     columns = (
         TextColumn("{task.description:<28}"),
         BarColumn(),
@@ -134,8 +133,7 @@ def _train_three_times(
             def advance(loss: float, task: TaskID = task) -> None:
                 bar.update(task, advance=1, loss=f"{loss:.3f}")
 
-            model = replace(config.model, recompute_act_input=recompute_act_input and offload is True)
-            runs.append(train(replace(config, model=model), offload=offload, progress=advance))
+            runs.append(train(config if offload else saving, offload=offload, progress=advance))
     return runs[0], runs[1], runs[2]
 
 
@@ -152,7 +150,6 @@ def _write(
     out: Path,
     config: TrainingConfig,
     recipe: str,
-    recompute_act_input: bool,
     checks: dict[str, str | None],
     first: RunResult,
     second: RunResult,
@@ -173,7 +170,7 @@ def _write(
         "seed": config.seed,
         "recipe": recipe,
         "dtype": str(config.dtype).removeprefix("torch."),
-        "recompute_act_input": recompute_act_input,
+        "recompute_act_input": config.model.recompute_act_input,
         "kept_slots": sorted(slot.value for slot in config.model.keep),
         "checks": {check: {"holds": found is None, "difference": found} for check, found in checks.items()},
         "losses": offloaded.losses,

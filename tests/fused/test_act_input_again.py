@@ -21,7 +21,8 @@ from te_offload.fused import hopper
 from te_offload.fused.calls import calls_of
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.offload.saved import Saved
-from tests.support.mlp import ACTIVATIONS, assert_same_bits, gradients, make_inputs, make_mlp, run
+from tests.support.act_input_again import make_again
+from tests.support.mlp import ACTIVATIONS, assert_same_bits, gradients, make_inputs, run
 
 SPLITS = (3, 0, 7, 1)
 HIDDEN, FFN = 16, 64  # an interleaved activation has two blocks of each half
@@ -33,14 +34,7 @@ def in_torch_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mlp(*, again: bool, **options: Any) -> te.ops.Sequential:
-    torch.manual_seed(0)
-    module = make_mlp(experts=len(SPLITS), ffn=FFN, **options)
-    module[1].recompute_act_input = again
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "bias" in name:  # which are zero at first
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
-    return module
+    return make_again(again=again, experts=len(SPLITS), ffn=FFN, **options)
 
 
 def pair(**options: Any) -> tuple[te.ops.Sequential, te.ops.Sequential]:

@@ -9,8 +9,6 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_offload import Fate, OffloadSession, Reason
 from te_offload.errors import SavedTensorModifiedError
@@ -18,7 +16,8 @@ from te_offload.fused.calls import calls_of
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
 from te_offload.fused.kernels.reference_fp8 import ReferenceFp8Kernels
 from tests.fused import test_block_pass, test_fp8_pass
-from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp
+from tests.support.act_input_again import assert_checkpoints_are_near, checkpointed_step, make_again
+from tests.support.mlp import assert_same_bits, gradients, make_inputs
 
 pytestmark = pytest.mark.usefixtures("fp8_in_torch_arithmetic")
 EXPERTS, HIDDEN, FFN, SPLITS = 3, 128, 256, (130, 0, 384)
@@ -28,15 +27,7 @@ ONE_EACH = pytest.mark.parametrize("recipe", ["current", "delayed", "fp8-block"]
 
 
 def mlp(*, again: bool, **options: Any) -> te.ops.Sequential:
-    FP8GlobalStateManager.reset()
-    torch.manual_seed(0)
-    module = make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, **({"dtype": torch.bfloat16} | options))
-    module[1].recompute_act_input = again
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "bias" in name:
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
-    return module
+    return make_again(again=again, experts=EXPERTS, hidden=HIDDEN, ffn=FFN, dtype=torch.bfloat16, **options)
 
 
 def step(
@@ -229,41 +220,19 @@ def test_a_weight_that_changed_before_fc1_reads_it_again_is_an_error(recipe: str
         loss.backward()
 
 
-def checkpointed_step(module: te.ops.Sequential, seed: int, *, by_checkpoint: bool = True) -> dict[str, torch.Tensor]:
-    """Gradients of a step under delayed scaling, whose scales are the next step's before the backward begins."""
-    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16, seed=seed)
-    module.zero_grad()
-
-    def layer(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
-            y: torch.Tensor = module(x, sizes, scales, sizes)
-        return y
-
-    y: torch.Tensor = checkpoint(layer, x, scales, use_reentrant=False) if by_checkpoint else layer(x, scales)
-    y.float().sum().backward()
-    return gradients(module, x, scales)
-
-
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("activation", ["srelu", "swiglu"])
 def test_checkpoints_under_delayed_scaling_have_gradients_near_those_without(activation: str, again: bool) -> None:
     """Their second forward has other scales than the first: in the first step by a factor of a hundred."""
-    found = []
-    for by_checkpoint in (False, True):
-        module = mlp(again=again, activation=activation)
-        found.append([checkpointed_step(module, seed, by_checkpoint=by_checkpoint) for seed in range(3)])
-        assert_all_fused(module)
-    for one, other in zip(*found, strict=True):
-        assert one.keys() == other.keys()
-        for name, grad in one.items():
-            off = (grad.float() - other[name].float()).norm()
-            assert off <= 0.15 * grad.float().norm(), f"{name}: off by {off} of {grad.float().norm()}"
+    size: dict[str, Any] = {"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN, "dtype": torch.bfloat16}
+    assert_checkpoints_are_near(RECIPES["delayed"], SPLITS, again=again, activation=activation, **size)
 
 
 def test_checkpoints_under_delayed_scaling_have_the_bits_of_a_saved_input() -> None:
     found = []
     for again in (False, True):
         module = mlp(again=again)
-        found.append([checkpointed_step(module, seed) for seed in range(3)])
+        found.append([checkpointed_step(module, RECIPES["delayed"], SPLITS, seed) for seed in range(3)])
+        assert_all_fused(module)
     for one, other in zip(*found, strict=True):
         assert_same_bits(one, other)

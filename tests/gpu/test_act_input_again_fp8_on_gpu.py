@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_offload import Fate, OffloadSession
 from te_offload.fused.calls import calls_of
@@ -17,6 +16,7 @@ from te_offload.graphs import capture_layers
 from tests.fused import test_fp8_pass
 from tests.gpu.test_fp8_on_gpu import on_hopper as on_hopper
 from tests.support import layer_stack
+from tests.support.act_input_again import assert_checkpoints_are_near, make_again
 from tests.support.captured_steps import assert_captured_steps_have_the_bits_of_eager_ones
 from tests.support.layer_stack import LAYERS, TOKENS, Model, batches, captured, train, weights
 from tests.support.mlp import assert_same_bits, gradients, make_inputs, make_mlp
@@ -30,17 +30,9 @@ EVERY = pytest.mark.parametrize("recipe", ["current", "delayed", BY_BLOCKS])
 
 
 def mlp(*, again: bool, keep: bool = True, **options: Any) -> te.ops.Sequential:
-    FP8GlobalStateManager.reset()
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN, "device": "cuda"}
     kept = {"keep_quantized_weight": keep}
-    module = make_mlp(**(sizes | {"dtype": torch.bfloat16, "fc1": kept, "fc2": kept} | options))
-    module[1].recompute_act_input = again
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "bias" in name:
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
-    return module
+    return make_again(again=again, **(sizes | {"dtype": torch.bfloat16, "fc1": kept, "fc2": kept} | options))
 
 
 def step(
@@ -96,6 +88,13 @@ def test_fp16_has_the_same_bits(recipe: str) -> None:
 def test_split_sizes_of_each_linear_s_own_have_the_same_bits(recipe: str) -> None:
     found = [step(mlp(again=again), recipe, SPLITS["ragged"], 0, flips=True) for again in (False, True)]
     assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("activation", ["srelu", "swiglu"])
+def test_checkpoints_under_delayed_scaling_have_gradients_near_those_without(activation: str, again: bool) -> None:
+    size: dict[str, Any] = {"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN, "device": "cuda", "dtype": torch.bfloat16}
+    assert_checkpoints_are_near(RECIPES["delayed"], SPLITS["many"], again=again, activation=activation, **size)
 
 
 @EVERY

@@ -16,6 +16,7 @@ from te_offload.graphs import capture_layers
 from tests.gpu.paths import came_back_or_never_left
 from tests.gpu.test_fp8_on_gpu import on_hopper as on_hopper
 from tests.support import layer_stack
+from tests.support.act_input_again import make_again
 from tests.support.captured_steps import assert_captured_steps_have_the_bits_of_eager_ones
 from tests.support.layer_stack import LAYERS, TOKENS, Model, batches, captured, train, weights
 from tests.support.mlp import ACTIVATIONS, assert_same_bits, gradients, make_inputs, make_mlp, run
@@ -26,15 +27,8 @@ SPLITS = (128, 0, 331, 61)
 
 
 def mlp(*, again: bool, **options: Any) -> te.ops.Sequential:
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN, "device": "cuda"}
-    module = make_mlp(**(sizes | {"dtype": torch.bfloat16} | options))
-    module[1].recompute_act_input = again
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "bias" in name:
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
-    return module
+    return make_again(again=again, **(sizes | {"dtype": torch.bfloat16} | options))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
