@@ -6,7 +6,8 @@ changed, and its gradients keep their bits. Does not: take on what Transformer E
 
 Different from Transformer Engine's: all layers may be offloaded, also the last one; any number of forwards may come before
 their backwards, `model_layers` need not count them; shapes may change; host memory is always kept and reused, so
-`retain_pinned_cpu_buffers` has nothing to do; `double_buffering` and `offload_weights` are ignored, as there.
+`retain_pinned_cpu_buffers` has nothing to do; a layer that raises ends its round, and the next one begins with the layer
+that runs next; `double_buffering` and `offload_weights` are ignored, as there.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class OffloadContext(contextlib.ContextDecorator):
         assert visit is not None
         if kind is not None:
             visit.abort()
+            self._entered += -self._entered % self._model_layers  # the layer that runs next is a round's first one
             return
         self._synced = not torch.is_grad_enabled()
         visit.close()

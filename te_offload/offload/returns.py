@@ -95,8 +95,12 @@ class Returns:
         return not self._ahead or self._ahead + cargo.nbytes <= self.max_ahead
 
     def read(self, visit: LayerVisit) -> None:
-        """The backward reads the first tensor of a forward: bring all of it back, then what comes after it."""
+        """The backward reads the first tensor of a forward: bring all of it back, then what comes after it. A forward of a
+        step that is over has nothing away, and no place in this one's order, where it could have another's key.
+        """
         self._mover.finish_use()  # of the forward that was read before
+        if self._visits[visit.number : visit.number + 1] != [visit]:
+            return
         self._come_to(visit.key)
         if not self.reads:
             self._mover.note(BACKWARD_BEGINS)

@@ -235,6 +235,19 @@ def test_exception_in_a_layer_leaves_the_loop_usable() -> None:
     assert same(gradients(Layers()), gradients(model, context, sync))
 
 
+def test_round_in_which_a_layer_raised_is_over() -> None:
+    context, sync = te_offload.get_cpu_offload_context(enabled=True, num_layers=2, model_layers=4)
+    model = Layers()
+    failing = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.zeros(ROWS, WIDTH, requires_grad=True), context, sync)
+    failing.remove()
+    assert same(gradients(Layers()), gradients(model, context, sync))
+    assert sorted(context.round) == [0, 1, 2, 3]
+    away = {row.layer for row in last_record(context).slots if row.bytes_out}
+    assert away == {"layer0", "layer1"}
+
+
 def test_disabled_contexts_do_nothing() -> None:
     context, sync = te_offload.get_cpu_offload_context(enabled=False)
     assert same(gradients(Layers()), gradients(Layers(), context, sync))

@@ -27,6 +27,19 @@ def _train(session: OffloadSession, model: Stack, order: tuple[int, ...], *, fai
     assert session.records[-1].bytes_back > 0
 
 
+def _looked_at(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The forwards that are looked at to bring them back early, from now on."""
+    real, looked = Returns._bring, list[tuple[str, int]]()
+
+    def bring(self: Returns, visit: LayerVisit, free: Mark) -> bool:
+        looked.append(visit.key)
+        assert len(looked) < 100, "it looks at the same forwards again and again"
+        return real(self, visit, free)
+
+    monkeypatch.setattr(Returns, "_bring", bring)
+    return looked
+
+
 @pytest.mark.parametrize("between", ["nothing", "an evaluation", "a step that raised"])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
 def test_what_the_step_before_read_next_is_on_its_way_when_it_is_asked_for(
@@ -58,17 +71,37 @@ def test_what_the_step_before_read_next_is_on_its_way_when_it_is_asked_for(
 def test_more_forwards_than_before_read_in_another_order_are_looked_ahead_to_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, looked = Returns._bring, list[tuple[str, int]]()
-
-    def bring(self: Returns, visit: LayerVisit, free: Mark) -> bool:
-        looked.append(visit.key)
-        assert len(looked) < 100, "it looks at the same forwards again and again"
-        return real(self, visit, free)
-
-    monkeypatch.setattr(Returns, "_bring", bring)
+    looked = _looked_at(monkeypatch)
     model = Stack(1)
     with OffloadSession(model.layers, min_bytes=0, max_in_flight="1MiB") as session:
         _train(session, model, (0, 1))
         looked.clear()
         _train(session, model, (2, 0, 1))  # the last read before, 1, lies behind 0 in the order of forwards
     assert sorted(set(looked)) == [("layer0", 0), ("layer0", 1)]
+
+
+@pytest.mark.parametrize("when", ["in the next step", "between the steps"])
+def test_backward_that_comes_when_its_step_is_over_has_no_place_in_the_order(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    looked = _looked_at(monkeypatch)
+    model = Stack(1)
+    with OffloadSession(model.layers, min_bytes=300) as session:
+        x, _, scales = make_inputs([1, 0, 0], seed=0)
+        sizes = torch.tensor([1, 0, 0])
+        with session.step():
+            late = model(x, sizes, scales, sizes).sum()  # few tokens: all of it stays
+        if when == "between the steps":
+            _train(session, model, (1, 0))
+            late.backward()
+            record = session.records[-1]
+            assert [window.read for window in record.windows] == [1, 0]
+        else:
+            x, sizes, scales = make_inputs(SPLITS, seed=0)
+            with session.step():
+                losses = [model(x, sizes, scales, sizes).sum() for _ in range(2)]
+                for loss in (losses[1], losses[0], late):
+                    loss.backward()
+        looked.clear()
+        _train(session, model, (1, 0))
+        assert set(looked) == {("layer0", 0)}

@@ -7,20 +7,22 @@ from __future__ import annotations
 import functools
 import gc
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from te_offload import OffloadSession
+from te_offload import OffloadSession, get_cpu_offload_context
 from te_offload.errors import BudgetError, SavedTensorModifiedError
-from te_offload.offload import cargo, load
+from te_offload.offload import cargo, dropin, load
 from te_offload.offload import engine as engine_module
 from te_offload.offload import session as session_module
 from te_offload.offload.decide import Rules
+from te_offload.offload.dropin import ManualController
 from te_offload.offload.transfer import CpuTransfer
 from tests.support.late_copies import LateTransfer
-from tests.support.random_programs import ForwardRaisedError, Program, random_settings
+from tests.support.random_programs import ForwardRaisedError, Layer, Program, random_settings
 
 CPU = torch.device("cpu")
 
@@ -50,11 +52,15 @@ def _arrange(patch: pytest.MonkeyPatch, draw: random.Random) -> bool:
     return draw.random() < 0.4
 
 
-def run(seed: int, device: torch.device, draw: random.Random) -> Program:
-    """Some steps of a program in a session."""
+def run(seed: int, device: torch.device, draw: random.Random, *, late: bool = False) -> Program:
+    """Some steps of a program in a session. ``late``: with backwards that come when their step is over."""
     program = Program(seed, device)
     varies = draw.random() < 0.5
-    with OffloadSession(program.layers, **random_settings(draw)) as session:
+    settings = random_settings(draw)
+    if late:  # what left is gone then
+        program.late, program.may_write = True, False
+        settings["min_bytes"] = draw.choice([300, 1000, 10_000])
+    with OffloadSession(program.layers, **settings) as session:
         if draw.random() < 0.2:
             session.delay_commits(on=True)
         program.session = session
@@ -69,6 +75,7 @@ def run(seed: int, device: torch.device, draw: random.Random) -> Program:
                 if not (program.wrote and (by_autograd or isinstance(error, SavedTensorModifiedError))):
                     raise
             program.check_after_step()
+            program.between_steps()
             gc.collect()
             assert session.host_bytes == 0 and session._engine is not None
             assert session._engine.mover.in_flight == 0 and not session._engine.mover._leaving
@@ -80,12 +87,49 @@ def run(seed: int, device: torch.device, draw: random.Random) -> Program:
     return program
 
 
-def _run(seed: int) -> Program:
+def run_in_the_context(seed: int, device: torch.device, draw: random.Random) -> Program:
+    """Some steps of a program in the loop that Transformer Engine's context is used in."""
+    program = Program(seed, device)
+    program.late, program.knows_parameters = draw.random() < 0.3, False
+    program.may_write = program.may_write and not program.late
+    manual, layers = draw.random() < 0.4, len(program.layers)
+    made = get_cpu_offload_context(True, draw.randint(0, layers), layers, manual_synchronization=manual)
+    context, sync = made[0], made[1]
+
+    def call(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        with context:
+            y: torch.Tensor = layer(x)
+        y = sync(y) if y.requires_grad else y
+        for _ in range(draw.randint(0, 3) if manual else 0):
+            ours: ManualController = made[2]
+            ask = draw.choice(
+                [ours.start_offload_layer, ours.release_activation_forward_gpu_memory, ours.start_reload_layer]
+            )
+            ask(draw.choice(list(context.round)))
+        return y
+
+    program.call = call
+    for number in range(draw.choice([1, 2, 3, 5])):
+        try:
+            program.step(number)
+        except ForwardRaisedError:
+            pass
+        except RuntimeError as error:
+            if not program.wrote or "modified by an inplace operation" not in str(error):
+                raise
+        program.check_after_step()
+    assert all(record.bytes_out == sum(row.bytes_out for row in record.slots) for record in context.records)
+    context.close()
+    return program
+
+
+def _run(seed: int, how: Callable[[int, torch.device, random.Random], Program] = run) -> Program:
     draw = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         torch.use_deterministic_algorithms(_arrange(patch, draw))
+        patch.setattr(dropin, "MIN_BYTES", draw.choice([0, 0, 64, 1000]))
         try:
-            program = run(seed, CPU, draw)
+            program = how(seed, CPU, draw)
         finally:
             torch.use_deterministic_algorithms(False)
     assert program.unfreed() == 0
@@ -95,6 +139,16 @@ def _run(seed: int) -> Program:
 @pytest.mark.parametrize("seed", range(150))
 def test_what_backwards_of_a_random_program_get_is_what_was_saved(seed: int) -> None:
     _run(seed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_backwards_of_a_random_program_get_in_the_context_is_what_was_saved(seed: int) -> None:
+    _run(seed, run_in_the_context)
+
+
+def test_what_backwards_get_that_come_when_their_step_is_over_is_what_was_saved() -> None:
+    programs = [_run(seed, functools.partial(run, late=True)) for seed in range(40)]
+    assert sum(program.came_late for program in programs) > 5
 
 
 def test_random_programs_themselves_are_sound() -> None:

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
 from te_offload import OffloadSession
+from te_offload.errors import StepEndedError
 from te_offload.offload.visit import LayerVisit
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import SavedSlot, SaveState, Watch
@@ -259,7 +260,7 @@ class Layer(torch.nn.Module):
         odd = [
             program.shared[draw.randrange(3)],
             self.weight,
-            self.weight.detach(),
+            self.weight.detach() if program.knows_parameters else self.weight,
             self.weight.view(-1, 2),
             self.buffer,
         ]
@@ -307,7 +308,11 @@ class Program:
         seed: of all that is random. device: of the tensors.
 
     Attributes:
-        session: which the layers are in. compared: sets of tensors that backwards got. slots_read: of them those of ops.
+        session: which the layers are in. call: runs a layer.
+        knows_parameters: whether who offloads knows the layers, and so their parameters' memory.
+        late: whether backwards may come in a later step than their forwards, or between two; then nothing is written to.
+        compared: sets of tensors that backwards got. slots_read: of them those of ops.
+        came_late: backwards that came in a later step, but for those whose bytes were gone.
         wrote: whether a saved tensor was written to in this step.
     """
 
@@ -320,8 +325,13 @@ class Program:
         self.shared = [torch.randn(count, device=device) for count in (3, 64, 300)]
         self.layers = [Layer(self, number) for number in range(self.random.randint(1, 4))]
         self.session: OffloadSession | None = None
-        self.compared = self.slots_read = 0
+        self.call: Callable[[Layer, torch.Tensor], torch.Tensor] = Layer.__call__
+        self.knows_parameters = True
+        self.late = False
+        self.compared = self.slots_read = self.came_late = 0
         self.wrote = False
+        self._steps = 0
+        self._pending: list[tuple[torch.Tensor, int]] = []
         self._same: list[torch.Tensor] = []
         self._held: list[tuple[Snapshot, Sequence[torch.Tensor]]] = []
         self._made: list[StorageWeakRef] = []
@@ -353,34 +363,50 @@ class Program:
     def step(self, number: int) -> None:
         """Forwards of layers, one behind the other, and their backwards, in random order; some never come."""
         self.wrote = False
-        pending: list[torch.Tensor] = []
+        self._steps += 1
+        pending = self._pending
         for forward in range(self.random.randint(1, 4)):
             y = torch.ones(4, requires_grad=True, device=self.device)
             some = self.random.sample(self.layers, self.random.randint(1, len(self.layers)))
             with torch.set_grad_enabled(self.random.random() < 0.9):
                 for layer in self.layers if self.random.random() < 0.6 else some:
                     layer.seed = 100 * number + forward * self.random.choice([0, 1])
-                    y = layer(y)
+                    y = self.call(layer, y)
             if y.requires_grad:
-                pending.append(y)
+                pending.append((y, self._steps))
             del y
             while pending and self.random.random() < 0.4:
-                self._backward(pending)
-        while pending:
+                self._backward()
+        while pending and not (self.late and self.random.random() < 0.2):
             if self.random.random() < 0.1:
                 pending.pop(self.random.randrange(len(pending)))
             else:
-                self._backward(pending)
+                self._backward()
 
-    def _backward(self, pending: list[torch.Tensor]) -> None:
-        loss, read = pending.pop(self.random.randrange(len(pending))).sum(), self.slots_read
+    def between_steps(self) -> None:
+        """A backward may come here too."""
+        self._steps += 1
+        if self.late and self._pending and self.random.random() < 0.2:
+            self._backward()
+
+    def _backward(self) -> None:
+        output, step = self._pending.pop(self.random.randrange(len(self._pending)))
+        loss, read = output.sum(), self.slots_read
         twice = self.random.random() < 0.15
-        loss.backward(retain_graph=twice)
+        try:
+            loss.backward(retain_graph=twice)
+        except StepEndedError:
+            if step == self._steps:
+                raise
+            return
+        self.came_late += step != self._steps
         if twice and read == self.slots_read:  # ops of te.ops cannot
             loss.backward()
 
     def check_after_step(self) -> None:
         """What backwards got was what was saved, and what was held of it still is."""
+        if not self.late:
+            self._pending.clear()
         if not self.wrote:
             self._same += [snapshot.compare(found) for snapshot, found in self._held]
         same, self._same, self._held = self._same, [], []
@@ -388,6 +414,7 @@ class Program:
 
     def unfreed(self) -> int:
         """Tensors that were made and still have memory, though nobody can need them."""
+        self._pending.clear()
         gc.collect()
         return sum(not made.expired() for made in self._made)
 
