@@ -52,6 +52,11 @@ def _arrange(patch: pytest.MonkeyPatch, draw: random.Random) -> bool:
     return draw.random() < 0.4
 
 
+def _is_of_writing(error: RuntimeError) -> bool:
+    """Whether it says, or autograd of what a backward saved, that a saved tensor was written to."""
+    return isinstance(error, SavedTensorModifiedError) or "modified by an inplace operation" in str(error)
+
+
 def run(seed: int, device: torch.device, draw: random.Random, *, late: bool = False) -> Program:
     """Some steps of a program in a session. ``late``: with backwards that come when their step is over."""
     program = Program(seed, device)
@@ -71,11 +76,10 @@ def run(seed: int, device: torch.device, draw: random.Random, *, late: bool = Fa
             except (ForwardRaisedError, BudgetError):
                 pass
             except RuntimeError as error:
-                by_autograd = "modified by an inplace operation" in str(error)  # of what a backward saved
-                if not (program.wrote and (by_autograd or isinstance(error, SavedTensorModifiedError))):
+                if not program.wrote or not _is_of_writing(error):
                     raise
-            program.check_after_step()
             program.between_steps()
+            program.check_after_step()
             gc.collect()
             assert session.host_bytes == 0 and session._engine is not None
             assert session._engine.mover.in_flight == 0 and not session._engine.mover._leaving
@@ -115,7 +119,7 @@ def run_in_the_context(seed: int, device: torch.device, draw: random.Random) -> 
         except ForwardRaisedError:
             pass
         except RuntimeError as error:
-            if not program.wrote or "modified by an inplace operation" not in str(error):
+            if not program.wrote or not _is_of_writing(error):
                 raise
         program.check_after_step()
     assert all(record.bytes_out == sum(row.bytes_out for row in record.slots) for record in context.records)
