@@ -145,7 +145,7 @@ class BlockCase(CurrentCase):
     def fc1(self, kernels: Any, count: TileCount | None) -> torch.Tensor:
         """FC1, without the quantizer after it."""
         out = torch.empty_like(self._act_input)
-        kernels.fc1_linear(self._x, self._w1, None, out, self.offsets, count)
+        kernels.fc1_linear_blocks(self._x, self._w1, None, out, self.offsets, count)
         return out
 
     def fc2(self, kernels: Any, out: torch.Tensor, count: TileCount | None) -> None:

@@ -141,7 +141,7 @@ class BlockPass:
         rows, _ = kernels.block_rows(x, offsets, self._scaling1.input, by_column=False)
         weights = _weights(kernels, FC1, self._fc1, self._registered1, self._scaling1.weight, backward=False)
         out = x.new_empty(x.shape[0], self._fc1.out_features, dtype=dtype)
-        kernels.fc1_linear(rows, weights, bias, out, offsets, count)
+        kernels.fc1_linear_blocks(rows, weights, bias, out, offsets, count)
         return out
 
     def fc2_dgrad(

@@ -253,13 +253,17 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             self._save_linear(fc1, ctx1, (splits1, offsets1, *beside), (), x if wgrad1 or again else None, kwargs, 0)
         ctx1.te_offload_two_splits = offsets2 is not offsets1
         if numbers is not None:
-            act_input = numbers.fc1(bias1, dtype)
+            act_input: torch.Tensor | None = numbers.fc1(bias1, dtype)
         else:
             weights1, weights2 = _prepared(kernels, fc1, fc2, registered)
-            act_input, fc2_input = kernels.fc1(x, weights1, bias1, flat_scales, offsets1, counts.fc1)
-            if offsets2 is not offsets1:  # FC2 may read rows that FC1 did not write
-                kernels.clear(offsets1, act_input)
-                kernels.clear(offsets1, fc2_input)
+            of_fc1 = x, weights1, bias1, flat_scales, offsets1, counts.fc1
+            if saves and not again:
+                act_input, fc2_input = kernels.fc1(*of_fc1)
+            else:
+                act_input, fc2_input = None, kernels.fc1_activated(*of_fc1)
+            for rows in (act_input, fc2_input):
+                if offsets2 is not offsets1 and rows is not None:  # FC2 may read rows that FC1 did not write
+                    kernels.clear(offsets1, rows)
         if saves:
             ctx2.to_save = (None if again else act_input, scales)
             te_adapter.mark_activations(ctx2.to_save[0])
@@ -472,7 +476,7 @@ def _fc1_again(
     if numbers is not None:
         act_input: torch.Tensor = numbers.fc1_again(x, ctx1.saved_tensors[2:5], bias, scales, dtype, count)
     else:
-        act_input, _ = kernels.fc1(x, weights, bias, scales, offsets, count)
+        act_input = kernels.fc1_linear(x, weights, bias, offsets, count)
     if ctx1.te_offload_two_splits:
         kernels.clear(offsets, act_input)
     return act_input

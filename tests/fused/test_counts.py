@@ -96,6 +96,13 @@ def test_dense_products_get_one_each(seen: Seen) -> None:
     ]
 
 
+def test_forward_that_no_backward_follows_stores_no_input_of_the_activation(seen: Seen) -> None:
+    with torch.no_grad():
+        x, sizes, scales = make_inputs(SPLITS, HIDDEN)
+        make_mlp(experts=len(SPLITS), hidden=HIDDEN, ffn=FFN)(x, sizes, scales, sizes)
+    assert seen == [("fc1_activated", COUNTS.fc1), ("fc2", COUNTS.fc2)]
+
+
 def test_fc1_dgrad_by_itself_gets_its_own(seen: Seen) -> None:
     fused(None, frozen="0.")
     assert seen[2:] == [("wgrad", ORDERS.fc2_wgrad), ("fc1_dgrad", ORDERS.fc1_dgrad)]
@@ -103,14 +110,14 @@ def test_fc1_dgrad_by_itself_gets_its_own(seen: Seen) -> None:
 
 def test_fc1_that_is_computed_again_counts_from_a_zero_of_its_own(seen: Seen) -> None:
     fused(None, again=True)
-    assert [name for name, _ in seen] == ["fc1", "fc2", "fc1", "wgrad", "fc1_backward", "fc1_backward"]
+    assert [name for name, _ in seen] == ["fc1_activated", "fc2", "fc1_linear", "wgrad", "fc1_backward", "fc1_backward"]
     count = seen.pop(2)[1]
     assert count.work.dtype is torch.int32 and count.work[count.place] == 0
     assert count.data_ptr() not in [other.data_ptr() for _, other in seen]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "fc1"), [("current", "fc1_fp8"), ("delayed", "fc1_fp8"), ("blocks", "fc1_linear")], ids=str
+    ("recipe", "fc1"), [("current", "fc1_fp8"), ("delayed", "fc1_fp8"), ("blocks", "fc1_linear_blocks")], ids=str
 )
 def test_quantized_fc1_that_is_computed_again_does_too(seen: Seen, recipe: str, fc1: str) -> None:
     fused(recipe, again=True)

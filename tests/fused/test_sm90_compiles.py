@@ -25,15 +25,16 @@ def compiled(running: Running, part: str) -> tuple[str, int]:
 def test_every_kernel_compiles_for_sm_90a(running: Running) -> None:
     usual, _ = compiled(running, "bf16")
     others, kernels = compiled(running, "others")
-    assert usual.count("24 launches") == 3 and others.count("24 launches") == 4
+    assert usual.count("28 launches") == 3 and others.count("28 launches") == 4
     # for two dtypes: fc2 without, with and with a scaled bias; fc1_dgrad; wgrads of fc2 and, beside fc1_dgrad, of fc1, also
     # to float32 written and added; offsets; clear; sums of rows with and without factors, and their totals; and with each
-    # of two activations fc1 with and without bias, fc2_dgrad.
-    # Beside them in float32: sums. For few tokens other tiles of fc2_dgrad, fc2, fc1_dgrad and all wgrads; for many, and a
-    # wide FC1, of fc2, fc1, fc2_dgrad and the wgrads of fc1. For two dtypes fc1 in wide parts. An H200's tiles of fc1 with
-    # and without bias and of both dgrads.
-    few, many, wide_parts, h200 = 1 + 3 + 1 + 6, 3 + 2 + 1 + 3, 2, 2 + 2
-    assert kernels == 2 * (10 + 2 + 3 + 2 * 3) + 1 + few + many + wide_parts + h200
+    # of two activations fc1 with and without bias, its fc2_input alone too, fc2_dgrad; fc1's act_input alone, with and
+    # without bias, by fc2's kernels in other tiles.
+    # Beside them in float32: sums. For few tokens other tiles of fc2_dgrad, fc2, fc1's act_input, fc1_dgrad and all wgrads;
+    # for many, and a wide FC1, of fc2, fc1, fc2_dgrad and the wgrads of fc1. For two dtypes fc1 in wide parts. An H200's
+    # tiles of fc1 with and without bias and of both dgrads.
+    few, many, wide_parts, h200 = 1 + 3 + 2 + 1 + 6, 3 + 4 + 1 + 3, 2, 4 + 2
+    assert kernels == 2 * (10 + 2 + 3 + 2 * 5 + 2) + 1 + few + many + wide_parts + h200
 
 
 def test_operands_are_loaded_five_tiles_ahead_or_more_where_that_fits(running: Running) -> None:
@@ -45,12 +46,13 @@ def test_operands_are_loaded_five_tiles_ahead_or_more_where_that_fits(running: R
 
 def test_every_kernel_of_gated_activations_compiles_for_sm_90a(running: Running) -> None:
     printed, kernels = compiled(running, "glu")
-    assert printed.count("21 launches") == 6
-    # offsets, clear, sums; fc1 with and without a bias, fc2, fc2_dgrad, fc1_dgrad, a wgrad of fc2; of fc1, beside the dgrad
-    # or not, as weights are, and in float32 written and added; sums of rows and their totals. In fp16 all of these but the
-    # sums. With halves in blocks of 32 fc1 twice, both dgrads and wgrads for many tokens, and totals. Of the two other
-    # activations fc1 twice and fc2_dgrad. An H200's tiles of fc1, twice.
-    assert kernels == (3 + 6 + 6 + 2) + (2 + 6 + 6 + 2) + (4 + 6 + 1) + 2 * 3 + 2
+    assert printed.count("25 launches") == 6
+    # offsets, clear, sums; fc1 with and without a bias, each of its results alone too, fc2, fc2_dgrad, fc1_dgrad, a wgrad
+    # of fc2; of fc1, beside the dgrad or not, as weights are, and in float32 written and added; sums of rows and their
+    # totals. In fp16 all of these but the sums. With halves in blocks of 32 fc1 six times, both dgrads and wgrads for many
+    # tokens, and totals. Of the two other activations fc1 and its fc2_input twice and fc2_dgrad. An H200's tiles of fc1, six
+    # times.
+    assert kernels == (3 + 10 + 6 + 2) + (2 + 10 + 6 + 2) + (8 + 6 + 1) + 2 * 5 + 6
 
 
 def test_every_fp8_kernel_compiles_for_sm_90a(running: Running) -> None:

@@ -12,6 +12,7 @@ import transformer_engine.pytorch as te
 from te_offload import Fate, OffloadSession
 from te_offload.fused import hopper
 from te_offload.fused.calls import calls_of
+from te_offload.fused.kernels.interface import Activation, Gate, Gated, SquaredReLU
 from te_offload.graphs import capture_layers
 from tests.gpu.paths import came_back_or_never_left
 from tests.gpu.test_fp8_on_gpu import on_hopper as on_hopper
@@ -19,11 +20,12 @@ from tests.support import layer_stack
 from tests.support.act_input_again import make_again
 from tests.support.captured_steps import assert_captured_steps_have_the_bits_of_eager_ones
 from tests.support.layer_stack import LAYERS, TOKENS, Model, batches, captured, train, weights
-from tests.support.mlp import ACTIVATIONS, assert_same_bits, gradients, make_inputs, make_mlp, run
+from tests.support.mlp import ACTIVATIONS, assert_same_bits, gradients, make_inputs, make_mlp, run, seeded
 
 pytestmark = pytest.mark.gpu
 EXPERTS, HIDDEN, FFN = 4, 272, 448
 SPLITS = (128, 0, 331, 61)
+FUNCTIONS = (SquaredReLU(), SquaredReLU(2.0), Gated(Gate.SWIGLU), Gated(Gate.CLAMPED_QGEGLU, (7.0, 1.702, 1.0), 32))
 
 
 def mlp(*, again: bool, **options: Any) -> te.ops.Sequential:
@@ -51,6 +53,42 @@ def test_bits_are_those_of_a_saved_input_also_with_offloading(activation: str, d
     assert record.bytes_out == sum(SPLITS) * HIDDEN * 2 and came_back_or_never_left(record)
     assert {row.slot.value: row.fate for row in record.slots}["act_input"] is Fate.RECOMPUTED
     assert calls_of(again[0]).fused == 3
+
+
+@pytest.mark.parametrize("quick_memory", [False, True], ids=["H100's tiles", "H200's"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", FUNCTIONS, ids=str)
+def test_each_of_fc1_s_results_has_the_same_bits_alone(
+    activation: Activation, dtype: torch.dtype, bias: bool, quick_memory: bool
+) -> None:
+    """Made by other kernels, or in other tiles, than both together; few tokens an expert, and many."""
+    from te_offload.fused.kernels.sm90 import Sm90Kernels
+    from te_offload.fused.kernels.sm90_glu import Sm90GluKernels
+    from te_offload.fused.kernels.sm90_tiles import Regime, tiles_of
+
+    gated = isinstance(activation, Gated)
+    kernels = (Sm90GluKernels if gated else Sm90Kernels)(activation, tiles_of(quick_memory=quick_memory))
+    columns, given = 2 * FFN if gated else FFN, dict[str, Any](device="cuda", dtype=dtype)
+    weights = kernels.prepare("FC1's weights", seeded((EXPERTS, columns, HIDDEN), 1, **given))
+    biases = seeded((EXPERTS, columns), 2, **given) if bias else None
+    regimes = set()
+    for each in (80, 300, 500, 1000, 2100):
+        sizes = [each - 7, 0, each + 7, each]
+        x, scales = seeded((sum(sizes) + 3, HIDDEN), 3, **given), seeded((sum(sizes) + 3,), 4, device="cuda")
+        regimes.add(Regime.of(x.shape[0], EXPERTS))
+        offsets, counts = zip(
+            *[kernels.offsets(torch.tensor(sizes, device="cuda"), x.clone()) for _ in range(3)], strict=True
+        )
+        poison = [torch.full((x.shape[0], columns), float("nan"), **given) for _ in range(4)]
+        del poison
+        both = kernels.fc1(x, weights, biases, scales, offsets[0], counts[0].fc1)
+        linear = kernels.fc1_linear(x, weights, biases, offsets[1], counts[1].fc1)
+        activated = kernels.fc1_activated(x, weights, biases, scales, offsets[2], counts[2].fc1)
+        for one, alone in zip(both, (linear, activated), strict=True):
+            assert bool(one[: sum(sizes)].isfinite().all())
+            assert torch.equal(one[: sum(sizes)].view(torch.int16), alone[: sum(sizes)].view(torch.int16))
+    assert len(regimes) >= 3
 
 
 def test_split_sizes_of_each_linear_s_own_that_leave_rows_out_have_the_same_bits() -> None:

@@ -91,6 +91,6 @@ def test_pairs_by_blocks_have_the_same_bits_in_tiles_of_192_columns(ffn: int, in
         rows, _ = kernels.block_rows(x, offsets, BLOCKS, by_column=False)
         quantized = kernels.block_weights(kernels.prepare("weights", weights), BLOCKS, by_column=False)
         out = torch.full((x.shape[0], 2 * ffn), torch.nan, device="cuda", dtype=torch.bfloat16)
-        kernels.fc1_linear(rows, quantized, bias, out, offsets, counts.fc1)
+        kernels.fc1_linear_blocks(rows, quantized, bias, out, offsets, counts.fc1)
         found.append(out)
     assert all(torch.equal(found[0], other) for other in found[1:]) and not found[0].isnan().any()

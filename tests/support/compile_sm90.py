@@ -102,7 +102,9 @@ def compile_all(
     x, scales = empty(tokens, HIDDEN, dtype=dtype), empty(tokens, dtype=torch.float32)
     bias1, bias2 = empty(EXPERTS, ffn, dtype=dtype), empty(EXPERTS, HIDDEN, dtype=dtype)
     for bias in (bias1, None):
-        act_input, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets, counts.fc1)
+        kernels.fc1_activated(x, of_fc1, bias, scales, offsets, counts.fc1)
+        _, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets, counts.fc1)
+        act_input = kernels.fc1_linear(x, of_fc1, bias, offsets, counts.fc1)
     for bias, bias_scales in ((None, None), (bias2, None), (bias2, scales)):
         kernels.fc2(fc2_input, of_fc2, bias, bias_scales, offsets, torch.empty_like(x), counts.fc2)
     kernels.bias_grads(x, offsets, bias2, scales)
@@ -140,7 +142,9 @@ def compile_glu(dtype: torch.dtype, activation: Gated, tokens: int, tiles: Choic
     ]
     x, scales = empty(tokens, HIDDEN, dtype=dtype), empty(tokens, dtype=torch.float32)
     for bias in (empty(EXPERTS, 2 * FFN, dtype=dtype), None):
-        act_input, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets, counts.fc1)
+        kernels.fc1_activated(x, of_fc1, bias, scales, offsets, counts.fc1)
+        _, fc2_input = kernels.fc1(x, of_fc1, bias, scales, offsets, counts.fc1)
+        act_input = kernels.fc1_linear(x, of_fc1, bias, offsets, counts.fc1)
     assert (act_input.shape, fc2_input.shape) == ((tokens, 2 * FFN), (tokens, FFN))
     kernels.fc2(fc2_input, of_fc2, None, None, offsets, x, counts.fc2)
     dact_input, fc2_input, _, orders = kernels.fc2_dgrad(x, of_fc2, act_input, scales, offsets)
@@ -265,7 +269,7 @@ def compile_blocks(activation: Activation, tokens: int, tiles: Choice = tile_for
     for other in in_others(kernels, activation, tokens):
         other.fc2_dgrad_blocks(rows(hidden_size), of_fc2, act_input, router, offsets)
         if gated or activation == SquaredReLU():
-            other.fc1_linear(rows(hidden_size), of_fc1, None, act_input, offsets, count)
+            other.fc1_linear_blocks(rows(hidden_size), of_fc1, None, act_input, offsets, count)
     if gated:
         biases = empty(EXPERTS, wide, dtype=torch.bfloat16)
         ways: dict[str, Any] = {"offsets": (offsets, offsets), "dtype": torch.bfloat16, "scaling": scaling}

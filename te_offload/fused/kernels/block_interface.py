@@ -111,7 +111,7 @@ class BlockKernels(Kernels, Protocol):
             dtype: of act_input. scaling: of FC2's input.
         """
 
-    def fc1_linear(
+    def fc1_linear_blocks(
         self,
         x: BlockNumbers,
         weights: BlockWeights,

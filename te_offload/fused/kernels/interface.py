@@ -129,6 +129,27 @@ class Kernels(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``act_input = x @ w1.T + bias`` and ``fc2_input = act(act_input) * scale``, both (T, F), for x (T, H)."""
 
+    def fc1_activated(
+        self,
+        x: torch.Tensor,
+        weights: Any,
+        bias: torch.Tensor | None,
+        scales: torch.Tensor,
+        offsets: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> torch.Tensor:
+        """`fc1`'s fc2_input alone, with the same bits."""
+
+    def fc1_linear(
+        self,
+        x: torch.Tensor,
+        weights: Any,
+        bias: torch.Tensor | None,
+        offsets: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> torch.Tensor:
+        """`fc1`'s act_input alone, with the same bits."""
+
     def fc2(
         self,
         fc2_input: torch.Tensor,

@@ -59,9 +59,33 @@ class ReferenceKernels:
         count: TileCount | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.fc1`."""
+        act_input = self.fc1_linear(x, weights, bias, offsets)
+        return act_input, self._activate(act_input, scales)
+
+    def fc1_activated(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        scales: torch.Tensor,
+        offsets: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> torch.Tensor:
+        """See `Kernels.fc1_activated`."""
+        return self._activate(self.fc1_linear(x, weights, bias, offsets), scales)
+
+    def fc1_linear(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        offsets: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> torch.Tensor:
+        """See `Kernels.fc1_linear`."""
         act_input = x.new_empty(x.shape[0], weights[0].shape[0])
         self.fc2(x, weights, bias, None, offsets, act_input)
-        return act_input, self._activate(act_input, scales)
+        return act_input
 
     def fc2(
         self,

@@ -80,10 +80,10 @@ class ReferenceBlockKernels(ReferenceKernels):
     ) -> tuple[torch.Tensor, BlockNumbers]:
         """See `BlockKernels.fc1_blocks`."""
         act_input = torch.zeros(x.shape[0], weights.rows[0].shape[0], dtype=dtype, device=x.numbers.device)
-        self.fc1_linear(x, weights, bias, act_input, offsets[0])
+        self.fc1_linear_blocks(x, weights, bias, act_input, offsets[0])
         return act_input, _quantize(self._activate(act_input, router), offsets[1], scaling, by_column=False)
 
-    def fc1_linear(
+    def fc1_linear_blocks(
         self,
         x: BlockNumbers,
         weights: BlockWeights,
@@ -92,7 +92,7 @@ class ReferenceBlockKernels(ReferenceKernels):
         offsets: torch.Tensor,
         count: TileCount | None = None,
     ) -> None:
-        """See `BlockKernels.fc1_linear`."""
+        """See `BlockKernels.fc1_linear_blocks`."""
         self.linear_blocks(x, weights.rows, out, offsets, bias=bias)
 
     def linear_blocks(

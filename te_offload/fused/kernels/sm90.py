@@ -48,9 +48,9 @@ class Sm90Kernels:
     def __reduce__(self) -> Any:
         return type(self), (self._activation, self._tile_for)
 
-    def _tile(self, product: str, x: torch.Tensor, weights: Experts, out: torch.Tensor) -> Tile:
-        tokens, columns = out.shape
-        return self._tile_for(product, Regime.of(tokens, weights.table.shape[0]), None, columns, x.shape[1])
+    def _tile(self, product: str, x: torch.Tensor, weights: Experts, columns: int) -> Tile:
+        tokens, depth = x.shape
+        return self._tile_for(product, Regime.of(tokens, weights.table.shape[0]), None, columns, depth)
 
     def _wgrad_tile(self, product: str, tokens: int, out: Experts) -> Tile:
         return self._tile_for(product, Regime.of(tokens, out.table.shape[0]), *out.view.shape[1:])
@@ -84,15 +84,53 @@ class Sm90Kernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernels.fc1`."""
         act_input = x.new_empty(x.shape[0], weights.view.shape[1])
-        fc2_input = torch.empty_like(act_input)
+        return act_input, self._fc1_into(act_input, x, weights, bias, scales, offsets, count)
+
+    def fc1_activated(
+        self,
+        x: torch.Tensor,
+        weights: Experts,
+        bias: torch.Tensor | None,
+        scales: torch.Tensor,
+        offsets: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> torch.Tensor:
+        """See `Kernels.fc1_activated`."""
+        return self._fc1_into(None, x, weights, bias, scales, offsets, count)
+
+    def _fc1_into(
+        self,
+        act_input: torch.Tensor | None,
+        x: torch.Tensor,
+        weights: Experts,
+        bias: torch.Tensor | None,
+        scales: torch.Tensor,
+        offsets: torch.Tensor,
+        count: TileCount | None,
+    ) -> torch.Tensor:
+        """fc2_input. ``act_input``: is written; ``None``: it is not."""
+        fc2_input = x.new_empty(x.shape[0], weights.view.shape[1])
         tanh = self._activation.clamp is not None
         kernel = getattr(sm90_device, sm90_device.fc1_name(DTYPE_NAMES[x.dtype], bias=bias is not None, tanh=tanh))
         values = {"scale": scales, "fc2_input": fc2_input, TABLE: weights.table, **self._numbers()}
         if bias is not None:
             values["bias"] = bias
-        tile = self._tile("fc1", x, weights, act_input)
+        tile = self._tile("fc1", x, weights, fc2_input.shape[1])
         self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets, count)
-        return act_input, fc2_input
+        return fc2_input
+
+    def fc1_linear(
+        self,
+        x: torch.Tensor,
+        weights: Experts,
+        bias: torch.Tensor | None,
+        offsets: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> torch.Tensor:
+        """See `Kernels.fc1_linear`."""
+        act_input = x.new_empty(x.shape[0], weights.view.shape[1])
+        self.fc2(x, weights, bias, None, offsets, act_input, count)
+        return act_input
 
     def fc2(
         self,
@@ -105,7 +143,7 @@ class Sm90Kernels:
         count: TileCount | None = None,
     ) -> None:
         """See `Kernels.fc2`."""
-        tile = self._tile("fc2", fc2_input, weights, out)
+        tile = self._tile("fc2", fc2_input, weights, out.shape[1])
         kernel, values = sm90_device.PlainGemm, {TABLE: weights.table}
         if bias is not None:
             kernel, values["bias"] = sm90_device.BiasGemm, bias
@@ -122,7 +160,7 @@ class Sm90Kernels:
         offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Orders]:
         """See `Kernels.fc2_dgrad`."""
-        tile = self._tile("dact", dy, weights, act_input)
+        tile = self._tile("dact", dy, weights, act_input.shape[1])
         dact_input, fc2_input = torch.empty_like(act_input), torch.empty_like(act_input)
         tokens, columns = act_input.shape
         parts = torch.empty(tokens, tile.parts(columns), dtype=torch.float32, device=dy.device)
@@ -157,7 +195,7 @@ class Sm90Kernels:
     ) -> None:
         """See `Kernels.fc1_dgrad`."""
         self.clear(offsets, out)
-        tile, kernel = self._tile("dgrad", dact_input, weights, out), self._dgrad_kernel()
+        tile, kernel = self._tile("dgrad", dact_input, weights, out.shape[1]), self._dgrad_kernel()
         values, pairs = {TABLE: weights.table}, self._pairs
         ways: dict[str, Any] = {"transposed": True, "pairs": pairs}
         self._launch(kernel, tile, dact_input, weights.view, out, None, values, offsets, count, **ways)

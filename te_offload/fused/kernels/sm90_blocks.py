@@ -118,14 +118,14 @@ class Sm90BlockKernels(Sm90Kernels):
         """See `BlockKernels.fc1_blocks`."""
         shape, device = (x.shape[0], weights.rows.numbers.view.shape[1]), x.numbers.device
         act_input = torch.empty(shape, dtype=dtype, device=device)
-        self.fc1_linear(x, weights, bias, act_input, offsets[0], count)
+        self.fc1_linear_blocks(x, weights, bias, act_input, offsets[0], count)
         if offsets[1] is not offsets[0]:  # FC2 may read rows that FC1 did not write
             self.clear(offsets[0], act_input)
         rows, _ = self._quantizers.rows(act_input, offsets[1], scaling, activation=(self._activation, router))
         assert rows is not None
         return act_input, rows
 
-    def fc1_linear(
+    def fc1_linear_blocks(
         self,
         x: BlockNumbers,
         weights: BlockWeights,
@@ -134,7 +134,7 @@ class Sm90BlockKernels(Sm90Kernels):
         offsets: torch.Tensor,
         count: TileCount | None = None,
     ) -> None:
-        """See `BlockKernels.fc1_linear`."""
+        """See `BlockKernels.fc1_linear_blocks`."""
         way = self._fc1_way(bias=bias is not None)
         values = {} if bias is None else {"bias": self._as_read(bias)}
         tile = self._block_tile(way.product, x, weights.rows)

@@ -169,7 +169,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         tokens, columns = x.rows.shape[0], weights.rows.view.shape[1]
         act_input = torch.empty(tokens, columns, dtype=dtype, device=x.rows.device)
         way = self._fc1_way(dtype, bias=bias is not None, given=bool(given), fast=fast)
-        tile = self._tile(way.product, x.rows, weights.rows, act_input)
+        tile = self._tile(way.product, x.rows, weights.rows, columns)
         magnitudes = _parts(act_input, tile)
         values = {"factor": x.factors, "scale": router, **given, "magnitude": magnitudes, **self._numbers()}
         if bias is not None:
@@ -216,7 +216,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
             if bias_scales is not None:
                 values["scale"] = bias_scales
                 name = f"{_way(fast)}ScaledBiasGemm"
-        tile = self._tile(product_name(fast), x.rows, weights, out)
+        tile = self._tile(product_name(fast), x.rows, weights, out.shape[1])
         self._multiply(getattr(sm90_fp8_device, name), tile, x.rows, weights, out, None, values, offsets, count)
 
     def fc2_dgrad_fp8(
@@ -232,7 +232,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         """See `Fp8Kernels.fc2_dgrad_fp8`."""
         assert dy.rows is not None and dy.factors is not None
         way, tiled = self._dact_way(fast=fast), self._tiled(act_input)
-        tile = self._tile(way.product, dy.rows, weights.columns, tiled)
+        tile = self._tile(way.product, dy.rows, weights.columns, tiled.shape[1])
         dact_input = torch.empty_like(act_input)
         magnitudes, parts = _parts(tiled, tile), _parts(tiled, tile)
         values = {"factor": dy.factors, "scale": scales, "dscale": parts, "magnitude": magnitudes, **self._numbers()}

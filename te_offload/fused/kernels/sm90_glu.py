@@ -27,18 +27,17 @@ class Sm90GluKernels(Sm90Kernels):
         assert isinstance(self._activation, Gated)
         return self._activation
 
-    def fc1(
+    def _fc1_into(
         self,
+        act_input: torch.Tensor | None,
         x: torch.Tensor,
         weights: Experts,
         bias: torch.Tensor | None,
         scales: torch.Tensor,
         offsets: torch.Tensor,
-        count: TileCount | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Kernels.fc1`."""
+        count: TileCount | None,
+    ) -> torch.Tensor:
         gated, columns = self._gated, weights.view.shape[1]
-        act_input = x.new_empty(x.shape[0], columns)
         fc2_input = x.new_empty(x.shape[0], columns // 2)
         values = {"scale": scales, "fc2_input": fc2_input, TABLE: weights.table, **self._numbers()}
         if bias is not None:
@@ -46,9 +45,26 @@ class Sm90GluKernels(Sm90Kernels):
         kernel = getattr(
             sm90_glu_device, sm90_glu_device.fc1_name(gated.gate, DTYPE_NAMES[x.dtype], bias=bias is not None)
         )
-        tile = self._tile("glu", x, weights, act_input)
+        tile = self._tile("glu", x, weights, columns)
         self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets, count, pairs=self._pairs)
-        return act_input, fc2_input
+        return fc2_input
+
+    def fc1_linear(
+        self,
+        x: torch.Tensor,
+        weights: Experts,
+        bias: torch.Tensor | None,
+        offsets: torch.Tensor,
+        count: TileCount | None = None,
+    ) -> torch.Tensor:
+        """See `Kernels.fc1_linear`."""
+        act_input = x.new_empty(x.shape[0], weights.view.shape[1])
+        kernel, values = sm90_glu_device.PairedGemm, {TABLE: weights.table}
+        if bias is not None:
+            kernel, values["bias"] = sm90_glu_device.PairedBiasGemm, to_pairs(bias, self._gated.interleave)
+        tile = self._tile("glu", x, weights, act_input.shape[1])
+        self._launch(kernel, tile, x, weights.view, act_input, None, values, offsets, count, pairs=self._pairs)
+        return act_input
 
     def fc2_dgrad(
         self,
@@ -61,7 +77,7 @@ class Sm90GluKernels(Sm90Kernels):
         """See `Kernels.fc2_dgrad`."""
         tokens, columns = act_input.shape[0], act_input.shape[1] // 2
         fc2_input, dact_input = act_input.new_empty(tokens, columns), torch.empty_like(act_input)
-        tile = self._tile("dglu", dy, weights, fc2_input)
+        tile = self._tile("dglu", dy, weights, columns)
         parts = torch.empty(tokens, tile.parts(columns), dtype=torch.float32, device=dy.device)
         values = {"scale": scales, "fc2_input": fc2_input, "dscale": parts, TABLE: weights.table, **self._numbers()}
         kernel = getattr(sm90_glu_device, sm90_glu_device.dact_name(self._gated.gate))

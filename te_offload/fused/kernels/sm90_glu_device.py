@@ -216,6 +216,12 @@ for _gate, (_halves, _numbers) in KINDS.items():
         sinks=("dscale",),
     )._epi_mod_packed_cd = True
 
+PairedGemm = _make("PairedGemm", linear, by_table=PairedWeights, mixins=(RowsTogether,))
+PairedBiasGemm = _make(
+    "PairedBiasGemm", linear, ops=(BIAS,), operands=(ROW,), by_table=PairedWeights, mixins=(RowsTogether,)
+)
+"""``D = A @ w``, D and w in pairs, plus a bias an expert: FC1 without its activation."""
+
 PairedDgradGemm = _make("PairedDgradGemm", linear, by_table=PairedSums, begins=AheadOfAnother, mixins=(RowsTogether,))
 """``D = A @ w``, A and w in pairs: the dgrad of FC1."""
 

@@ -71,7 +71,7 @@ class Launches:
         tile: Tile,
         a: torch.Tensor,
         b: torch.Tensor,
-        d: torch.Tensor,
+        d: torch.Tensor | None,
         c: torch.Tensor | None,
         values: dict[str, Any],
         offsets: torch.Tensor,
@@ -86,12 +86,18 @@ class Launches:
 
         Args:
             a: (T, K). b: (J, columns, K), or (J, K, columns) if transposed, through the table in ``values``.
-            d, c: (T, columns). offsets: (N + 1,) int32. count: ``None``: clusters have their tiles from the start.
+            d, c: (T, columns); d ``None``: what the epilogue makes for it is not stored.
+            offsets: (N + 1,) int32. count: ``None``: clusters have their tiles from the start.
             pairs: of a kernel of `sm90_glu_device`, its ``te_offload_interleave``. packed: d and c are (T, columns, 2).
         """
         if not a.shape[0]:
             return
-        dtypes = a.dtype, b.dtype, d.dtype, *(getattr(value, "dtype", None) for value in values.values())
+        dtypes = (
+            a.dtype,
+            b.dtype,
+            getattr(d, "dtype", None),
+            *(getattr(value, "dtype", None) for value in values.values()),
+        )
         key = kernel, tile, transposed, count is None, dtypes, pairs
         plan = self._plans.get(key)
         if plan is None:
@@ -100,7 +106,7 @@ class Launches:
                 attributes["te_offload_interleave"] = pairs
             if tile.apart:
                 attributes["te_offload_apart"] = True
-            if packed:
+            if packed and d is not None:
                 attributes["implicit_dtype"] = torch2cute_dtype_map[d.dtype]
             with said_if_slow(f"{COMPILING}: {kernel.__name__}"):
                 plan = self._plans[key] = build_gemm_epi_plan(
