@@ -50,8 +50,8 @@ def test_every_kernel_of_gated_activations_compiles_for_sm_90a(running: Running)
     # offsets, clear, sums; fc1 with and without a bias, each of its results alone too, fc2, fc2_dgrad, fc1_dgrad, a wgrad
     # of fc2; of fc1, beside the dgrad or not, as weights are, and in float32 written and added; sums of rows and their
     # totals. In fp16 all of these but the sums. With halves in blocks of 32 fc1 six times, both dgrads and wgrads for many
-    # tokens, and totals. Of the two other activations fc1 and its fc2_input twice and fc2_dgrad. An H200's tiles of fc1, six
-    # times.
+    # tokens, and totals. Of the two other activations fc1 and its fc2_input twice and fc2_dgrad. An H200's tiles of fc1,
+    # six times.
     assert kernels == (3 + 10 + 6 + 2) + (2 + 10 + 6 + 2) + (8 + 6 + 1) + 2 * 5 + 6
 
 
