@@ -7,7 +7,18 @@ Engine.
 
 import torch  # noqa: F401  Transformer Engine's libraries are found only once torch is loaded
 
-from te_offload import dynamo, errors, fused, ops
+from te_offload import errors
+
+try:
+    import transformer_engine.pytorch  # noqa: F401
+except Exception as error:  # by what is missing, or built for another torch, an ImportError, OSError or RuntimeError
+    raise errors.NotInstalledError(
+        f"te_offload runs beside Transformer Engine, whose PyTorch package cannot be imported: {type(error).__name__}: "
+        f"{error}. Install it for the torch in use, by pip install --no-build-isolation "
+        "'transformer-engine[pytorch]==2.20.2', or have ./run in te_offload's repository set up an environment with both."
+    ) from error
+
+from te_offload import dynamo, fused, ops
 from te_offload.offload import (
     OffloadSession,
     Outcome,

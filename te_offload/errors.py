@@ -11,6 +11,7 @@ might expect as a built-in kind (a bad argument, a bad value) is that kind too. 
     │   └── PlanError                            a plan of another model, or a file that is none
     ├── UnsupportedError         (RuntimeError)  this machine, release or layout cannot do what was asked
     │   ├── CaptureError                         something that a CUDA graph cannot hold
+    │   ├── NotInstalledError    (ImportError)   Transformer Engine, or a part of it, is not there
     │   ├── UnsupportedReleaseError              a Transformer Engine release that no row of the table covers
     │   └── UnknownLayoutError                   saved tensors that do not look as the release's row says
     ├── StateError               (RuntimeError)  a call in the wrong order
@@ -58,6 +59,10 @@ class UnsupportedError(OffloadError, RuntimeError):
 
 class CaptureError(UnsupportedError):
     """A CUDA graph cannot hold what was asked."""
+
+
+class NotInstalledError(UnsupportedError, ImportError):
+    """Transformer Engine's PyTorch package cannot be imported."""
 
 
 class UnsupportedReleaseError(UnsupportedError):
