@@ -7,6 +7,7 @@ import torch
 
 from te_offload import Fate
 from te_offload.fused import hopper
+from tests.support import megatron_model
 from tests.support.docs_code import EXPERTS, FFN, HIDDEN, LAYERS, SPLITS, LossOf, Model, batches, code_blocks, run
 from tests.support.mlp import make_inputs, seeded
 
@@ -20,7 +21,9 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def test_every_block_of_code_is_run_by_a_test() -> None:
     offloading = {f"offloading.md {number}" for number in range(1, 4)}
-    assert set(code_blocks()) == ON_GPU | offloading | {"README.md 1", "adopting.md 1", "adopting.md 2"}
+    assert set(code_blocks()) == ON_GPU | offloading | {"README.md 1"} | {
+        f"adopting.md {number}" for number in range(1, 4)
+    }
 
 
 @pytest.mark.parametrize("block", ["README.md 1", "offloading.md 1"])
@@ -106,8 +109,11 @@ def test_experts_in_place_of_megatron_core_s_compute_what_those_do(
     monkeypatch: pytest.MonkeyPatch, switch: str
 ) -> None:
     monkeypatch.setenv(hopper.SWITCH, switch)
-    names = run(code_blocks()["adopting.md 1"], "cpu")
-    experts = names["Experts"](EXPERTS, HIDDEN, FFN, device="cpu", dtype=torch.float32)
+    names = run(code_blocks()["adopting.md 1"], "cpu", **megatron_model.names_taken("cpu"))
+    sizes = {"num_moe_experts": EXPERTS, "hidden_size": HIDDEN, "moe_ffn_hidden_size": FFN}
+    config = megatron_model.make_config("cpu", **sizes, params_dtype=torch.float32, bf16=False)
+    experts = names["Experts"](EXPERTS, config)
+    assert all(each.std() > 0 for each in experts.parameters()) and all(each.allreduce for each in experts.parameters())
     gates, ups, downs = weights_of_experts()
     theirs = {f"linear_fc1.weight{i}": torch.cat([gates[i], ups[i]]) for i in range(EXPERTS)}
     theirs |= {f"linear_fc2.weight{i}": downs[i] for i in range(EXPERTS)}
@@ -123,7 +129,7 @@ def test_experts_in_place_of_megatron_core_s_compute_what_those_do(
 @SWITCHES
 def test_experts_in_place_of_torchtitan_s_compute_what_those_do(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
     monkeypatch.setenv(hopper.SWITCH, switch)
-    names = run(code_blocks()["adopting.md 2"], "cpu")
+    names = run(code_blocks()["adopting.md 3"], "cpu")
     experts = names["GroupedExperts"](HIDDEN, FFN, EXPERTS, device="cpu", dtype=torch.float32)
     gates, ups, downs = weights_of_experts()
     experts.load_their_weights(gates, downs, ups)
