@@ -63,6 +63,7 @@ class Reason(str, enum.Enum):
     FOREIGN_HOOK = "another hook takes it"
     CHECKPOINT = "by a checkpoint"
     GRAPH_GONE = "its graph is gone"
+    DISCARDED = "its memory was given up"
     DISABLED = "session disabled"
     REFUSED = "its copy was refused"
     FROZEN = "no gradient needs it"

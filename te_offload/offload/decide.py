@@ -17,7 +17,7 @@ import torch
 from te_offload.offload.extents import storage_key, storage_keys
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.load import Load, as_one
-from te_offload.offload.plain import devices_of_plain, is_plain
+from te_offload.offload.plain import devices_of_plain, is_discarded, is_plain
 from te_offload.offload.saved import Saved, SlotEntry
 from te_offload.offload.spots import Spot, covered_by
 from te_offload.ops import te_adapter
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 _GOES, _NONE, _MARKED = Fate.OFFLOADED, Reason.NONE, Reason.MARKED
 _FEW = 8 << 20  # bytes
+_STORAGE, _MEMORY_OF = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _PLAIN = frozenset((torch.nn.Parameter, torch.Tensor))
-_OF_SOME = frozenset((Reason.NOT_PLAIN, Reason.OTHER_DEVICE))  # reasons that one tensor of several can give
+_OF_SOME = frozenset(
+    (Reason.NOT_PLAIN, Reason.OTHER_DEVICE, Reason.DISCARDED)
+)  # reasons that one tensor of several can give
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,9 @@ def _load(entry: SlotEntry, rules: Rules, device: torch.device) -> Load:
     if not entry.format and tensors:
         entry.format = FORMATS.get(tensors[0].dtype, "")
     devices = _devices_of_plain(load)
+    if devices and _any_discarded(load):
+        entry.reason = Reason.DISCARDED
+        return load
     if not devices:
         entry.nbytes = sum([tensor.numel() * tensor.element_size() for tensor in tensors])
     elif len(tensors) == 1 and tensors[0].is_contiguous():
@@ -137,7 +143,8 @@ def _without_odd_ones(region: Load, rules: Rules, device: torch.device, loads: l
     odd: list[Saved] = []
     for handle in region.handles:
         tensor = handle.held[0]
-        (able if is_plain(tensor) and tensor.device == device else odd).append(handle)
+        goes = is_plain(tensor) and tensor.device == device and not is_discarded(tensor)
+        (able if goes else odd).append(handle)
     return _cut(region, able, odd, rules, device, loads) if able else region
 
 
@@ -160,6 +167,12 @@ def _devices_of_plain(load: Load) -> Collection[torch.device]:
         return devices_of_plain(tensors)
     plain = is_plain(tensors[0]) and (len(tensors) == 1 or set(map(type, tensors)) == {torch.Tensor})
     return (tensors[0].device,) if plain else ()
+
+
+def _any_discarded(load: Load) -> bool:
+    """Whether the memory of any of its tensors, which are plain, was given up. One handle's were made in one call."""
+    tensors = load.tensors if len(load.handles) > 1 else load.tensors[:1]
+    return 0 in map(_MEMORY_OF, map(_STORAGE, tensors)) and True in map(is_discarded, tensors)
 
 
 def _reason_to_stay(

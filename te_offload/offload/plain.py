@@ -33,6 +33,13 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 
+def is_discarded(tensor: torch.Tensor) -> bool:
+    """Whether somebody has given up a dense tensor's memory, and will fill it again before it is read
+    (``untyped_storage().resize_(0)``; Megatron-core does so with what it computes again).
+    """
+    return not tensor.untyped_storage().nbytes() and tensor.numel() > 0
+
+
 def devices_of_plain(tensors: Sequence[torch.Tensor]) -> frozenset[torch.device]:
     """Where some tensors are, if all are plain; else nothing."""
     nowhere: frozenset[torch.device] = frozenset()

@@ -27,6 +27,7 @@ _LASTING = {
     Reason.DISABLED,
     Reason.REBUILT,
     Reason.GRAPH_GONE,
+    Reason.DISCARDED,
     Reason.IN_BACKWARD,
 }
 

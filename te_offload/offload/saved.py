@@ -1,9 +1,11 @@
 """The handle that stands in the autograd graph for a saved tensor, or for all tensors of a slot.
 
 In: saved tensors, and later the cargo that their bytes went with. Out: the same tensors, bit for bit. Keeps true: sizes,
-strides, dtype and aliasing are the original's; tensors of te.ops are given out once (Transformer Engine cannot run a
-second backward), others as often as autograd asks; a tensor that was written to since it was saved is an error, as it
-is without hooks. Does not: decide whether its bytes move.
+strides, dtype and aliasing are the original's, and of tensors of three dimensions and more that no op of te_offload saved
+the place in their storage, too (Transformer Engine tells by it how queries, keys and values are packed, and an attention
+that is computed again gets them from here); tensors of te.ops are given out once (Transformer Engine cannot run a second
+backward), others as often as autograd asks; a tensor that was written to since it was saved is an error, as it is without
+hooks. Does not: decide whether its bytes move.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from te_offload.errors import BackwardTwiceError, SavedTensorModifiedError, StepEndedError
 from te_offload.offload.cargo import Cargo, Hold, Label, Lot, name_of
 from te_offload.offload.extents import Scattered, Strip, extent
+from te_offload.offload.plain import is_discarded
 from te_offload.offload.states import LEAVING, RELEASED, RETURNED
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SlotName, slot_title
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from te_offload.offload.visit import LayerVisit
 
 
+_LOOKED_AT = 3  # dimensions that queries, keys and values have at least
 _WRITTEN = -2  # the version of a handle whose tensors were written to while they left
 
 
@@ -171,8 +175,9 @@ class Saved:
 
     __slots__ = (
         *("__weakref__", "_lot", "_parts", "_place", "cargo", "entry", "hold", "part"),
-        *("position", "taken", "tensors", "version"),
+        *("at", "position", "taken", "tensors", "version"),
     )
+    at: int  # where its one tensor was in its storage, in elements; -1: nobody looks
     cargo: Cargo | None
     hold: Hold | None
     part: Part | None  # with its one tensor, at this position
@@ -187,6 +192,7 @@ class Saved:
         self.entry = entry
         self.cargo = self.hold = self.part = self._lot = self._place = self._parts = None
         self.taken = False
+        self.at = -1
         try:
             self.version = tensors[0]._version
         except RuntimeError:
@@ -242,6 +248,10 @@ class Saved:
 
     def _restore(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors over the memory that is back."""
+        tensors = self._cut(device)
+        return tensors if self.at < 0 else [_as_it_was(tensors[0], self.at)]
+
+    def _cut(self, device: torch.device) -> list[torch.Tensor]:
         if self._lot is not None:
             return [self._lot.whole() if self._place is None else self._lot.part(*self._place)]
         if self.part is not None:
@@ -433,13 +443,22 @@ def give_out(packed: Any) -> Any:
         if part is None or part.cut is None or packed.taken or packed.entry.once or packed.version == _WRITTEN:
             return packed.take()[0]
         packed.taken = True  # another handle has brought it back
-        tensor = part.cut[packed.position]
+        tensor = part.cut[packed.position] if packed.at < 0 else _as_it_was(part.cut[packed.position], packed.at)
         part.untaken -= 1
         if not part.untaken:
             assert packed.cargo is not None
             part.handed_over(packed.cargo)
         return tensor
     return packed if packed is None else packed.take()
+
+
+def _as_it_was(tensor: torch.Tensor, at: int) -> torch.Tensor:
+    """A tensor of memory that others may have parts of, at its place in a storage, if so much memory is before it."""
+    before = tensor.storage_offset() - at
+    if before <= 0:
+        return tensor
+    storage = tensor.untyped_storage()[before * tensor.element_size() :]  # which holds all of the memory
+    return tensor.new_empty(0).set_(storage, at, tensor.size(), tensor.stride())
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
@@ -450,10 +469,17 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def let_go(handles: Iterable[Saved | None]) -> None:
-    """Have handles stop holding their tensors, whose copy out is over, and remember which were written to since."""
+    """Have handles stop holding their tensors, whose copy out is over, and remember which were written to since. What the
+    memory of was given up meanwhile they hold, and give out again: the copy may have read what came there next.
+    """
     for handle in handles:
         if handle is not None:
-            tensors, handle.tensors = handle.tensors, None
+            tensors = handle.tensors
+            if tensors is not None and handle.cargo is not None and is_discarded(tensors[0]):
+                continue
+            handle.tensors = None
+            if tensors is not None and not handle.entry.once and tensors[0].dim() >= _LOOKED_AT:
+                handle.at = tensors[0].storage_offset()  # type: ignore[assignment]
             if tensors is not None and handle.version >= 0 and tensors[0]._version != handle.version:
                 handle.version = _WRITTEN
 

@@ -12,7 +12,7 @@ import torch
 from te_offload import Fate, OffloadSession
 from te_offload.fused import hopper
 from tests.support import docs_code, megatron_model
-from tests.support.megatron_model import LAYERS, TOP, make_config, make_model, names_taken, share_weights, train
+from tests.support.megatron_model import AGAIN, LAYERS, TOP, make_config, make_model, names_taken, share_weights, train
 
 MIN_BYTES = 1024
 
@@ -61,6 +61,19 @@ def test_no_bit_changes_where_a_session_offloads_its_layers(experts: Any) -> Non
             assert record.bytes_back == record.bytes_out > 0
     gone = [row for row in record.slots if row.fate is Fate.OFFLOADED]
     assert len({row.layer for row in gone}) == LAYERS
+
+
+@pytest.mark.parametrize("what", AGAIN)
+def test_no_bit_changes_where_megatron_core_computes_something_again(experts: Any, what: str) -> None:
+    model = make_model("cpu", make_config("cpu", **AGAIN[what]), experts)
+    expected = make_model("cpu", make_config("cpu"), experts)
+    expected.load_state_dict(model.state_dict())
+    losses, gradients = train(expected)
+    with OffloadSession(model.decoder.layers, min_bytes=MIN_BYTES) as session:
+        for _ in range(3):
+            found = train(model, session)
+            assert found[0] == losses and all(map(torch.equal, found[1], gradients))
+            assert session.records[-1].bytes_out > 0
 
 
 def test_the_docs_loop_trains_the_model_and_offloads(experts: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def one_rank(meeting: Path, device: str) -> Iterator[None]:
     """Megatron-core's groups, of this process alone; ``meeting``: a file that is not there yet."""
     with pytest.MonkeyPatch.context() as patch, quietly():
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.tensor_parallel import random as their_random
         from megatron.core.transformer import transformer_block
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -45,11 +45,16 @@ def one_rank(meeting: Path, device: str) -> Iterator[None]:
                 torch.cuda, "current_device", lambda: torch.device("cpu")
             )  # its router moves its weights there
             patch.setattr(transformer_block, "LayerNormImpl", WrappedTorchNorm)
+            patch.setattr(
+                their_random, "fp8_autocast", lambda **_: contextlib.nullcontext()
+            )  # asks what the GPU can do
+            patch.setattr(their_random, "_get_cuda_rng_state", lambda **_: None)  # of its checkpoints
+            patch.setattr(their_random, "_set_cuda_rng_state", lambda *_, **__: None)
         backend = "gloo" if device == "cpu" else "nccl"
         dist.init_process_group(backend, init_method=f"file://{meeting}", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         if device != "cpu":
-            model_parallel_cuda_manual_seed(1)
+            their_random.model_parallel_cuda_manual_seed(1)
         try:
             yield
         finally:
@@ -67,6 +72,15 @@ class _Attention(torch.nn.Module):
         q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
         found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return found.permute(2, 0, 1, 3).flatten(2)
+
+
+AGAIN: dict[str, dict[str, Any]] = {
+    "norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "experts with router": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "layers": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+}
+"""What Megatron-core computes again, as settings."""
 
 
 def make_config(device: str, **settings: Any) -> Any:
