@@ -19,7 +19,7 @@ from te_offload.offload.cargo import Cargo, Hold
 from te_offload.offload.decide import decide, storages_of
 from te_offload.offload.extents import storage_key
 from te_offload.offload.load import Load
-from te_offload.offload.plain import is_plain
+from te_offload.offload.plain import has_storage, is_plain
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, Unmoved, give_out, without_graph
 from te_offload.offload.states import RELEASED
 from te_offload.ops import te_adapter
@@ -221,10 +221,12 @@ class LayerVisit(SlotObserver):
             handle = Saved([tensor if tensor.is_leaf else tensor.detach()], entry)
             entry.handles.append(_reference(handle))
             return handle
-        if kind is not _TENSOR and isinstance(tensor, _PARAMETER):
+        if (kind is not _TENSOR and isinstance(tensor, _PARAMETER)) or (
+            base is not None and type(base) is not _TENSOR and isinstance(base, _PARAMETER)
+        ):  # whoever shards parameters may free their memory while a copy reads it
+            if self._module is None and has_storage(tensor.data):  # of a layer that is not known, as in the context
+                self._staying.add(storage_key(tensor))
             return Unmoved(tensor, self.layer)
-        if base is not None and type(base) is not _TENSOR and isinstance(base, _PARAMETER):
-            return Unmoved(tensor, self.layer)  # whoever shards parameters may free their memory while a copy reads it
         entry = None
         known = self._named.get(id(tensor))
         if known is not None and known[0]() is tensor and known[2]:

@@ -315,3 +315,39 @@ def test_our_ops_inside_hand_their_slots_over_and_their_argument_counts() -> Non
     ]
     assert not [row for row in record.slots if not row.op]  # nothing of these layers passed the hooks
     assert record.bytes_out == record.bytes_back > 0
+
+
+class ReadsItsMemory(torch.autograd.Function):
+    """Saves a weight, and other tensors over its memory, which the context cannot tell from others by themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seen: list[Any]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight.detach(), weight, weight.detach().view(torch.int16))
+        ctx.seen = seen
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.seen.append(ctx.saved_tensors)
+        x, weight, *_ = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad, None
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["a parameter", "a view of one"])
+def test_what_shares_the_memory_of_a_parameter_that_was_saved_beside_it_stays(packed: bool) -> None:
+    weights = [torch.nn.Parameter(torch.eye(WIDTH * 3)) for _ in range(2)]
+    context, sync = te_offload.get_cpu_offload_context(True, 1, 2)
+    seen: list[Any] = []
+    for _ in range(2):
+        y = torch.randn(ROWS, WIDTH * 3, requires_grad=True) * 1
+        for weight in weights:
+            with context:
+                y = ReadsItsMemory.apply(y, weight.view(WIDTH * 3, -1) if packed else weight, seen)  # type: ignore[no-untyped-call]
+            y = sync(y)
+        y.sum().backward()
+    rows = last_record(context).slots
+    assert [row.bytes_out for row in rows if row.fate is Fate.OFFLOADED] == [ROWS * WIDTH * 3 * 4]
+    assert Reason.ALIAS in {row.reason for row in rows if row.layer == "layer0"}
+    for saved in seen:
+        assert len({tensor.data_ptr() for tensor in saved[1:]}) == 1
+    context.close()
