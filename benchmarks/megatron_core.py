@@ -84,10 +84,12 @@ WAYS = (
 class Experts(torch.nn.Module):
     """What docs/adopting.md has in the place of `TEGroupedMLP`, without an initialization."""
 
-    def __init__(self, num_local_experts: int, config: Any, *, fc1_again: bool = False, **_: Any) -> None:
+    def __init__(
+        self, num_local_experts: int, config: Any, *, fc1_again: bool = False, device: str = "cuda", **_: Any
+    ) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
-        size: dict[str, Any] = {"device": "cuda", "dtype": config.params_dtype, "accumulate_into_main_grad": True}
+        size: dict[str, Any] = {"device": device, "dtype": config.params_dtype, "accumulate_into_main_grad": True}
         self.mlp = te.ops.Sequential(
             ops.GroupedLinear(num_local_experts, hidden, 2 * ffn, bias=False, **size),
             ops.ScaledSwiGLU(recompute_act_input=fc1_again),
@@ -230,6 +232,33 @@ class Variant:
         return ours + (self._manager.offload_summary_total_bytes if self.way.modules else 0)
 
 
+def warmed_up(
+    variant: Variant,
+    parallel: Any,
+    parameters: dict[str, Any],
+    kept: dict[bool, tuple[torch.Tensor, list[torch.Tensor]]],
+) -> dict[str, Any]:
+    """A way's row, but for its times: its loss, its bits against those that are ``kept``, its peak; or why it fails."""
+    row: dict[str, Any] = {**variant.way._asdict(), "ms": []}
+    try:
+        for _ in range(WARM):
+            parallel.zero_grad_buffer()
+            loss = variant.step()
+        gradients = [parameter.main_grad.view(torch.int32).sum(dtype=torch.int64) for parameter in parameters.values()]
+        parallel.zero_grad_buffer()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        variant.step()
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # Transformer Engine's, of what it cannot multiply
+        return {**row, "error": str(error).splitlines()[0]}
+    row["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    expected, of_expected = kept.setdefault(variant.way.ours, (loss, gradients))
+    same = torch.equal(loss, expected) and all(map(torch.equal, gradients, of_expected))
+    return {**row, "loss": loss.item(), "same_bits": same}
+
+
 def measure(shape: Shape, fp8: str | None, rounds: int, only: Sequence[str]) -> list[dict[str, Any]]:
     """Every way's times, peak and bytes."""
     from megatron.core import parallel_state
@@ -245,33 +274,17 @@ def measure(shape: Shape, fp8: str | None, rounds: int, only: Sequence[str]) -> 
     words = torch.randint(
         VOCABULARY, (1, shape.sequence), device="cuda", generator=torch.Generator("cuda").manual_seed(0)
     )
+    kept: dict[bool, tuple[torch.Tensor, list[torch.Tensor]]] = {}
     variants = [
         Variant(way, shape, fp8, first, words) for way in WAYS if not only or any(text in way.name for text in only)
     ]
-    rows: list[dict[str, Any]] = []
-    kept: dict[bool, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-    for variant in variants:
-        for _ in range(WARM):
-            parallel.zero_grad_buffer()
-            loss = variant.step()
-        gradients = [parameter.main_grad.view(torch.int32).sum(dtype=torch.int64) for parameter in first.values()]
-        expected, of_expected = kept.setdefault(variant.way.ours, (loss, gradients))
-        same = torch.equal(loss, expected) and all(map(torch.equal, gradients, of_expected))
-        parallel.zero_grad_buffer()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        variant.step()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        ways = variant.way._asdict()
-        rows.append({**ways, "ms": [], "peak_bytes": peak, "loss": loss.item(), "same_bits": same})
-        print(f"{variant.way.name}: loss {loss.item():.6f}, peak {peak / 2**20:.0f} MiB, bits {same}", flush=True)
+    rows = [warmed_up(variant, parallel, first, kept) for variant in variants]
+    running = [(variant, row) for variant, row in zip(variants, rows, strict=True) if "error" not in row]
     gc.collect()
     gc.freeze()
     gc.disable()  # as Megatron-LM (--manual-gc) trains: garbage is collected between steps
     for number in range(rounds):
-        for variant, row in list(zip(variants, rows, strict=True))[:: 1 if number % 2 == 0 else -1]:
+        for variant, row in running[:: 1 if number % 2 == 0 else -1]:
             parallel.zero_grad_buffer()
             gc.collect()
             torch.cuda.synchronize()
@@ -279,7 +292,7 @@ def measure(shape: Shape, fp8: str | None, rounds: int, only: Sequence[str]) -> 
             variant.step()
             torch.cuda.synchronize()
             row["ms"].append((time.perf_counter() - begin) * 1e3)
-    for variant, row in zip(variants, rows, strict=True):
+    for variant, row in running:
         row["bytes_out"] = variant.bytes_out()
         if variant.session is not None:
             variant.session.close()
@@ -298,6 +311,9 @@ def table(shape: Shape, fp8: str | None, rows: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
+        if "error" in row:
+            lines.append(f"| {row['name']} | fails: {row['error']} | | | | |")
+            continue
         times = f"{statistics.median(row['ms']):.1f} ({min(row['ms']):.1f}, {max(row['ms']):.1f})"
         sizes = f"{row['peak_bytes'] / 2**20:.0f} | {row['bytes_out'] / 2**20:.0f}"
         bits = "same" if row["same_bits"] else "DIFFER"
