@@ -10,6 +10,8 @@ import torch
 from benchmarks.megatron_core import WAYS, Experts, Shape, name_in_theirs, share, table
 from tests.support.megatron_model import make_config
 
+pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
+
 SHAPE = Shape(layers=1, experts=2, top=1, hidden=64, ffn=32, heads=2, sequence=16)
 
 
