@@ -78,6 +78,16 @@ def test_no_bit_changes_where_megatron_core_computes_something_again(experts: An
             assert session.records[-1].bytes_out > 0
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"add_bias_linear": True}, {"activation_func": torch.nn.functional.gelu}, {"moe_latent_size": 32}],
+    ids=str,
+)
+def test_experts_refuse_what_they_would_not_compute(experts: Any, other: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        experts(2, make_config("cpu", **other))
+
+
 def test_the_docs_loop_trains_the_model_and_offloads(experts: Any, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config("cpu", params_dtype=torch.float32, bf16=False)
     words = torch.randint(megatron_model.WORDS, (32, megatron_model.SEQUENCE))
