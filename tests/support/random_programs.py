@@ -23,6 +23,7 @@ from te_offload.errors import StepEndedError
 from te_offload.offload.visit import LayerVisit
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import SavedSlot, SaveState, Watch
+from tests.support.discarded import Again
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
 DTYPES = (*_FLOATS, torch.uint8, torch.int16, torch.int64, torch.bool, torch.complex64)
@@ -146,6 +147,7 @@ class Layer(torch.nn.Module):
         self.program = program
         self.number = number
         self.seed = 0
+        self.inside_checkpoint = False
         self.weight = torch.nn.Parameter(torch.randn(program.random.choice([4, 128]), device=program.device))
         self.register_buffer("buffer", torch.randn(32, device=program.device))
         self.ops = torch.nn.ModuleList(Op(program) for _ in range(3))
@@ -190,7 +192,11 @@ class Layer(torch.nn.Module):
             inner, reentrant = draw.randrange(1 << 30), draw.random() < 0.5
 
             def again(x: torch.Tensor) -> torch.Tensor:
-                return self._block(x, random.Random(inner), depth + 2, [], random.Random(inner).randint(1, 3))
+                before, self.inside_checkpoint = self.inside_checkpoint, True
+                try:
+                    return self._block(x, random.Random(inner), depth + 2, [], random.Random(inner).randint(1, 3))
+                finally:
+                    self.inside_checkpoint = before
 
             y: torch.Tensor = checkpoint(again, x, use_reentrant=reentrant)
             return y
@@ -205,7 +211,20 @@ class Layer(torch.nn.Module):
             raise ForwardRaisedError
         elif chance < 0.96 and program.may_write and seen:
             self._write(draw.choice(seen))
+        elif 0.96 <= chance < 0.985:
+            return self._discard(x, draw)
         return torch.tanh(x)
+
+    def _discard(self, x: torch.Tensor, draw: random.Random) -> torch.Tensor:
+        """Save what has no memory until the backward, beside something else."""
+        if self.inside_checkpoint or not (x.requires_grad and torch.is_grad_enabled()):
+            return torch.tanh(x)  # what a checkpoint computes again has hooks that see no gradient
+        wide = Again(lambda x: torch.sin(x.repeat(50)))
+        others = [self._fresh(draw) for _ in range(draw.randint(0, 2))]
+        y = wide(x)
+        z: torch.Tensor = _Save.apply(y, [y[7:], *others, y.view(-1, 4)], self.program)  # type: ignore[no-untyped-call]
+        wide.discard(z)
+        return z[:4]
 
     def _write(self, tensor: torch.Tensor) -> None:
         """Write to a tensor that was saved, where one may."""
