@@ -31,9 +31,8 @@ _GOES, _NONE, _MARKED = Fate.OFFLOADED, Reason.NONE, Reason.MARKED
 _FEW = 8 << 20  # bytes
 _STORAGE, _MEMORY_OF = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _PLAIN = frozenset((torch.nn.Parameter, torch.Tensor))
-_OF_SOME = frozenset(
-    (Reason.NOT_PLAIN, Reason.OTHER_DEVICE, Reason.DISCARDED)
-)  # reasons that one tensor of several can give
+# Reasons that one tensor of several can give.
+_OF_SOME = frozenset((Reason.NOT_PLAIN, Reason.OTHER_DEVICE, Reason.DISCARDED))
 
 
 @dataclass(frozen=True)
