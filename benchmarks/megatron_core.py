@@ -275,9 +275,9 @@ def measure(shape: Shape, fp8: str | None, rounds: int, only: Sequence[str]) -> 
         VOCABULARY, (1, shape.sequence), device="cuda", generator=torch.Generator("cuda").manual_seed(0)
     )
     kept: dict[bool, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-    variants = [
-        Variant(way, shape, fp8, first, words) for way in WAYS if not only or any(text in way.name for text in only)
-    ]
+    plain = [way for way in WAYS if not (way.modules or way.again or way.session)]  # to which the others are compared
+    chosen = [way for way in WAYS if not only or way in plain or any(text in way.name for text in only)]
+    variants = [Variant(way, shape, fp8, first, words) for way in chosen]
     rows = [warmed_up(variant, parallel, first, kept) for variant in variants]
     running = [(variant, row) for variant, row in zip(variants, rows, strict=True) if "error" not in row]
     gc.collect()
@@ -338,7 +338,12 @@ def main() -> None:
         "--fp8", choices=("tensorwise", "blockwise", "delayed"), help="the recipe of Megatron-core's --fp8-recipe"
     )
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--only", nargs="+", default=(), help="ways with one of these texts in their names")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        help="the two without offloading, and those with one of these texts in their names",
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_offload import Fate, OffloadSession
+from te_offload import Fate, OffloadSession, Reason
 from te_offload.fused import hopper
 from tests.support import docs_code, megatron_model
 from tests.support.megatron_model import AGAIN, LAYERS, TOP, make_config, make_model, names_taken, share_weights, train
@@ -76,6 +76,8 @@ def test_no_bit_changes_where_megatron_core_computes_something_again(experts: An
             found = train(model, session)
             assert found[0] == losses and all(map(torch.equal, found[1], gradients))
             assert session.records[-1].bytes_out > 0
+    discarded = {row.layer for row in session.records[-1].slots if row.reason is Reason.DISCARDED}
+    assert len(discarded) == (LAYERS if what == "norms" else 0)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +86,9 @@ def test_no_bit_changes_where_megatron_core_computes_something_again(experts: An
     ids=str,
 )
 def test_experts_refuse_what_they_would_not_compute(experts: Any, other: dict[str, Any]) -> None:
+    config = make_config("cpu", **other)
     with pytest.raises(AssertionError):
-        experts(2, make_config("cpu", **other))
+        experts(2, config)
 
 
 def test_the_docs_loop_trains_the_model_and_offloads(experts: Any, capsys: pytest.CaptureFixture[str]) -> None:

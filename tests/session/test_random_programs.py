@@ -156,12 +156,15 @@ def test_what_backwards_get_that_come_when_their_step_is_over_is_what_was_saved(
 
 
 def test_random_programs_themselves_are_sound() -> None:
+    discarded = 0
     for seed in range(20):
         program = Program(seed, CPU)
         program.may_raise = program.may_write = False
         program.step(0)
         program.check_after_step()
         assert program.unfreed() == 0
+        discarded += program.discarded
+    assert discarded > 5
 
 
 @pytest.mark.slow

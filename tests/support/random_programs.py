@@ -224,6 +224,7 @@ class Layer(torch.nn.Module):
         y = wide(x)
         z: torch.Tensor = _Save.apply(y, [y[7:], *others, y.view(-1, 4)], self.program)  # type: ignore[no-untyped-call]
         wide.discard(z)
+        self.program.discarded += 1
         return z[:4]
 
     def _write(self, tensor: torch.Tensor) -> None:
@@ -331,6 +332,7 @@ class Program:
         knows_parameters: whether who offloads knows the layers, and so their parameters' memory.
         late: whether backwards may come in a later step than their forwards, or between two; then nothing is written to.
         compared: sets of tensors that backwards got. slots_read: of them those of ops.
+        discarded: tensors whose memory was given up until the backward.
         came_late: backwards that came in a later step, but for those whose bytes were gone.
         wrote: whether a saved tensor was written to in this step.
     """
@@ -347,7 +349,7 @@ class Program:
         self.call: Callable[[Layer, torch.Tensor], torch.Tensor] = Layer.__call__
         self.knows_parameters = True
         self.late = False
-        self.compared = self.slots_read = self.came_late = 0
+        self.compared = self.slots_read = self.came_late = self.discarded = 0
         self.wrote = False
         self._steps = 0
         self._pending: list[tuple[torch.Tensor, int]] = []
