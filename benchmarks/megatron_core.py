@@ -8,12 +8,14 @@ and gradients go into the float32 ``main_grad`` buffers of its DistributedDataPa
 by our ops themselves. A step is one microbatch in `get_forward_backward_func()`'s schedule, timed from an idle GPU to an
 idle GPU, without the optimizer; all ways take their turns in each round. The manager of Megatron-core's
 ``fine_grained_activation_offloading`` has its warm-up behind it, and each way one of its own. ``bits``: whether the loss,
-and the sum of the bits of every gradient, are those of the same experts without offloading.
+and the sum of the bits of every gradient, are those of the same experts without offloading. ``peak`` is over what torch
+had allocated at the step's begin, of which ``between steps`` is this way's own: quantized weights that are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -26,10 +28,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import transformer_engine.pytorch as te
 
 from benchmarks.stack_runs import setting
-from te_offload import OffloadSession, ops
+from te_offload import OffloadSession
+from te_offload.megatron import GroupedMLP
 
 VOCABULARY = 32_768
 EXPERTS = ("expert_fc1", "moe_act")
@@ -55,7 +57,7 @@ class Way(NamedTuple):
     Attributes:
         ours: our experts. modules: that Megatron-core's manager offloads. again: what it computes again.
         session: around what one is, and offloads what that saves: ``"layers"`` or ``"experts"``; empty: there is none.
-        fc1_again: `recompute_act_input`.
+        fc1_again: `recompute_act_input`. weights_again: no `keep_quantized_weight`; in FP8 alone.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Way(NamedTuple):
     again: tuple[str, ...] = ()
     session: str = ""
     fc1_again: bool = False
+    weights_again: bool = False
 
 
 WAYS = (
@@ -78,30 +81,24 @@ WAYS = (
     Way("our experts, a session: layers", ours=True, session="layers"),
     Way("our experts, a session: layers; norms again", ours=True, session="layers", again=("layernorm",)),
     Way("our experts, a session: layers; FC1 again", ours=True, session="layers", fc1_again=True),
+    Way("our experts; quantized weights again", ours=True, weights_again=True),
+    Way(
+        "our experts, a session: layers; FC1, quantized weights again",
+        ours=True,
+        session="layers",
+        fc1_again=True,
+        weights_again=True,
+    ),
 )
 
 
-class Experts(torch.nn.Module):
-    """What docs/adopting.md has in the place of `TEGroupedMLP`, without an initialization."""
+class Experts(GroupedMLP):
+    """With gradients into ``main_grad``, for which Megatron-core's output layer would need Apex if the config said so."""
 
-    def __init__(
-        self, num_local_experts: int, config: Any, *, fc1_again: bool = False, device: str = "cuda", **_: Any
-    ) -> None:
-        super().__init__()
-        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
-        size: dict[str, Any] = {"device": device, "dtype": config.params_dtype, "accumulate_into_main_grad": True}
-        self.mlp = te.ops.Sequential(
-            ops.GroupedLinear(num_local_experts, hidden, 2 * ffn, bias=False, **size),
-            ops.ScaledSwiGLU(recompute_act_input=fc1_again),
-            ops.GroupedLinear(num_local_experts, ffn, hidden, bias=False, **size),
-        )
-
-    def forward(
-        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        x = permuted_local_hidden_states
-        splits = tokens_per_expert.to(x.device, torch.int64, non_blocking=True)
-        return self.mlp(x, splits, permuted_probs, splits), None
+    def __init__(self, number: int, config: Any, *args: Any, **keywords: Any) -> None:
+        config = copy.copy(config)
+        config.gradient_accumulation_fusion = True
+        super().__init__(number, config, *args, **keywords)
 
 
 def make_model(shape: Shape, way: Way, fp8: str | None) -> Any:
@@ -138,7 +135,7 @@ def make_model(shape: Shape, way: Way, fp8: str | None) -> Any:
         hidden_dropout=0.0,
         params_dtype=torch.bfloat16,
         bf16=True,
-        gradient_accumulation_fusion=False,  # of its output layer, which would need Apex
+        gradient_accumulation_fusion=False,  # of its output layer
         fp8=None if fp8 is None else "e4m3" if fp8 == "blockwise" else "hybrid",
         **({} if fp8 is None else {"fp8_recipe": fp8}),
         **again,
@@ -146,7 +143,10 @@ def make_model(shape: Shape, way: Way, fp8: str | None) -> Any:
     )
     spec = get_gpt_layer_with_transformer_engine_spec(num_experts=shape.experts, moe_grouped_gemm=True)
     if way.ours:
-        spec.submodules.mlp.submodules.experts = ModuleSpec(module=Experts, params={"fc1_again": way.fc1_again})
+        spec.submodules.mlp.submodules.experts = ModuleSpec(
+            module=Experts,
+            params={"recompute_act_input": way.fc1_again, "keep_quantized_weight": not way.weights_again},
+        )
     model = GPTModel(config, spec, VOCABULARY, shape.sequence, position_embedding_type="rope").cuda()
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -154,21 +154,12 @@ def make_model(shape: Shape, way: Way, fp8: str | None) -> Any:
     return model
 
 
-def name_in_theirs(name: str) -> str:
-    """Of a parameter of a model with our experts in one with Megatron-core's."""
-    before, found, rest = name.partition(".experts.mlp.")
-    if not found:
-        return name
-    number, weight = rest.split(".")
-    return f"{before}.experts.{'linear_fc1' if number == '0' else 'linear_fc2'}.{weight}"
-
-
 def share(model: Any, first: dict[str, torch.nn.Parameter]) -> None:
     """Have a model use the parameters of the first one."""
     for prefix, module in model.named_modules():
         for name in list(module._parameters):
             if module._parameters[name] is not None:
-                full = name_in_theirs(f"{prefix}.{name}" if prefix else name)
+                full = f"{prefix}.{name}" if prefix else name
                 assert module._parameters[name].shape == first[full].shape, full
                 module._parameters[name] = first[full]
 
@@ -233,14 +224,17 @@ class Variant:
 
 
 def warmed_up(
-    variant: Variant,
+    way: Way,
+    make: Callable[[Way], Variant],
     parallel: Any,
     parameters: dict[str, Any],
     kept: dict[bool, tuple[torch.Tensor, list[torch.Tensor]]],
-) -> dict[str, Any]:
-    """A way's row, but for its times: its loss, its bits against those that are ``kept``, its peak; or why it fails."""
-    row: dict[str, Any] = {**variant.way._asdict(), "ms": []}
+) -> tuple[Variant | None, dict[str, Any]]:
+    """A way and its row, but for its times: loss, bits against those that are ``kept``, bytes; or why it fails."""
+    row: dict[str, Any] = {**way._asdict(), "ms": []}
+    at_first = torch.cuda.memory_allocated()
     try:
+        variant = make(way)
         for _ in range(WARM):
             parallel.zero_grad_buffer()
             loss = variant.step()
@@ -251,12 +245,13 @@ def warmed_up(
         before = torch.cuda.memory_allocated()
         variant.step()
         torch.cuda.synchronize()
-    except RuntimeError as error:  # Transformer Engine's, of what it cannot multiply
-        return {**row, "error": str(error).splitlines()[0]}
+    except (RuntimeError, ValueError) as error:  # of what Transformer Engine cannot multiply, Megatron-core not combine
+        return None, {**row, "error": str(error).splitlines()[0]}
     row["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    row["between_bytes"] = before - at_first
     expected, of_expected = kept.setdefault(variant.way.ours, (loss, gradients))
     same = torch.equal(loss, expected) and all(map(torch.equal, gradients, of_expected))
-    return {**row, "loss": loss.item(), "same_bits": same}
+    return variant, {**row, "loss": loss.item(), "same_bits": same}
 
 
 def measure(shape: Shape, fp8: str | None, rounds: int, only: Sequence[str]) -> list[dict[str, Any]]:
@@ -275,11 +270,18 @@ def measure(shape: Shape, fp8: str | None, rounds: int, only: Sequence[str]) -> 
         VOCABULARY, (1, shape.sequence), device="cuda", generator=torch.Generator("cuda").manual_seed(0)
     )
     kept: dict[bool, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-    plain = [way for way in WAYS if not (way.modules or way.again or way.session)]  # to which the others are compared
-    chosen = [way for way in WAYS if not only or way in plain or any(text in way.name for text in only)]
-    variants = [Variant(way, shape, fp8, first, words) for way in chosen]
-    rows = [warmed_up(variant, parallel, first, kept) for variant in variants]
-    running = [(variant, row) for variant, row in zip(variants, rows, strict=True) if "error" not in row]
+    plain = {WAYS[0].name, "our experts"}  # to which the others are compared
+    chosen = [
+        way
+        for way in WAYS
+        if not (way.weights_again and fp8 is None)
+        and (not only or way.name in plain or any(text in way.name for text in only))
+    ]
+    found = [
+        warmed_up(way, lambda way: Variant(way, shape, fp8, first, words), parallel, first, kept) for way in chosen
+    ]
+    rows = [row for _, row in found]
+    running = [(variant, row) for variant, row in found if variant is not None]
     gc.collect()
     gc.freeze()
     gc.disable()  # as Megatron-LM (--manual-gc) trains: garbage is collected between steps
@@ -307,15 +309,15 @@ def table(shape: Shape, fp8: str | None, rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         f"{head}; {'bf16' if fp8 is None else 'FP8, ' + fp8}.",
         "",
-        "| way | ms, median (min, max) | peak MiB | MiB out | loss | bits |",
-        "|---|---|---|---|---|---|",
+        "| way | ms, median (min, max) | peak MiB | between steps | MiB out | loss | bits |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if "error" in row:
-            lines.append(f"| {row['name']} | fails: {row['error']} | | | | |")
+            lines.append(f"| {row['name']} | fails: {row['error']} | | | | | |")
             continue
         times = f"{statistics.median(row['ms']):.1f} ({min(row['ms']):.1f}, {max(row['ms']):.1f})"
-        sizes = f"{row['peak_bytes'] / 2**20:.0f} | {row['bytes_out'] / 2**20:.0f}"
+        sizes = " | ".join(f"{row[kind] / 2**20:.0f}" for kind in ("peak_bytes", "between_bytes", "bytes_out"))
         bits = "same" if row["same_bits"] else "DIFFER"
         lines.append(f"| {row['name']} | {times} | {sizes} | {row['loss']:.5f} | {bits} |")
     return "\n".join(lines)
@@ -356,7 +358,7 @@ def main() -> None:
     rows = measure(shape, arguments.fp8, arguments.rounds, arguments.only)
     print("\n" + table(shape, arguments.fp8, rows), flush=True)
     if arguments.json:
-        found = {"schema": "1.0", "setting": head, "shape": shape._asdict(), "fp8": arguments.fp8, "results": rows}
+        found = {"schema": "1.1", "setting": head, "shape": shape._asdict(), "fp8": arguments.fp8, "results": rows}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

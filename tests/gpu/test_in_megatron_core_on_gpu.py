@@ -1,4 +1,4 @@
-"""The docs' experts inside of Megatron-core's own language model on a GPU: beside its experts, in its formats, with its
+"""Our experts inside of Megatron-core's own language model on a GPU: beside its experts, in its formats, with its
 schedule, its checkpoints and its own offloading of other modules.
 """
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.megatron_core import name_in_theirs
 from te_offload import Fate, OffloadSession
 from te_offload.fused import fusions_in, hopper
 from tests.support import docs_code, megatron_model
@@ -47,25 +46,32 @@ FORMATS: dict[str, dict[str, Any]] = {
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(hopper.SWITCH, "1")
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    with megatron_model.one_rank(tmp_path / "meeting", "cuda"):
+    with megatron_model.groups(tmp_path / "meeting", "cuda"):
         yield
 
 
-@pytest.fixture
-def experts() -> Any:
-    return docs_code.run(docs_code.code_blocks()["adopting.md 1"], "cuda", **names_taken("cuda"))["Experts"]
+def test_weights_at_the_start_are_those_of_megatron_cores_experts() -> None:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parameters = []
+    for ours in (False, True):
+        model_parallel_cuda_manual_seed(7)
+        parameters.append(dict(make_model("cuda", make_config("cuda"), ours=ours).named_parameters()))
+    assert parameters[0].keys() == parameters[1].keys()
+    for name, weight in parameters[0].items():
+        assert torch.equal(weight, parameters[1][name]), name
 
 
-def test_losses_and_gradients_are_close_to_those_of_megatron_cores_experts(experts: Any) -> None:
+def test_losses_and_gradients_are_close_to_those_of_megatron_cores_experts() -> None:
     all_of_them = {"moe_router_topk": EXPERTS}  # else rounding has tokens go to other experts
-    theirs, ours = (make_model("cuda", make_config("cuda", **all_of_them), each) for each in (None, experts))
+    theirs, ours = (make_model("cuda", make_config("cuda", **all_of_them), ours=each) for each in (False, True))
     share_weights(ours, theirs)
     expected, found = train(theirs), train(ours)
     assert all(fusion.fused for _, fusion in fusions_of(ours))
     assert found[0] == pytest.approx(expected[0], rel=1e-3)
     of_theirs = dict(zip(dict(theirs.named_parameters()), expected[1], strict=True))
     for name, gradient in zip(dict(ours.named_parameters()), found[1], strict=True):
-        other = of_theirs[name_in_theirs(name)].float()
+        other = of_theirs[name].float()
         error = (gradient.float() - other).norm() / other.norm()
         assert error < 0.03, (name, error)
 
@@ -76,10 +82,10 @@ def fusions_of(model: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _bits_in_a_session(experts: Any, **settings: Any) -> Any:
+def _bits_in_a_session(**settings: Any) -> Any:
     """The last step's record, of steps whose losses and gradients are those without offloading."""
-    model = make_model("cuda", make_config("cuda", **settings), experts)
-    twin = make_model("cuda", make_config("cuda", **settings), experts)
+    model = make_model("cuda", make_config("cuda", **settings))
+    twin = make_model("cuda", make_config("cuda", **settings))
     twin.load_state_dict(model.state_dict(), strict=False)
     with OffloadSession(model.decoder.layers, min_bytes=1024) as session:
         for _ in range(3):
@@ -92,17 +98,17 @@ def _bits_in_a_session(experts: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_no_bit_changes_where_a_session_offloads_its_layers(experts: Any, kind: str) -> None:
-    record = _bits_in_a_session(experts, **FORMATS[kind])
+def test_no_bit_changes_where_a_session_offloads_its_layers(kind: str) -> None:
+    record = _bits_in_a_session(**FORMATS[kind])
     assert {row.layer for row in record.slots if row.fate is Fate.OFFLOADED} >= {f"layer{n}" for n in range(LAYERS - 1)}
 
 
 @pytest.mark.parametrize("what", AGAIN)
-def test_no_bit_changes_where_megatron_core_computes_something_again(experts: Any, what: str) -> None:
-    _bits_in_a_session(experts, **AGAIN[what])
+def test_no_bit_changes_where_megatron_core_computes_something_again(what: str) -> None:
+    _bits_in_a_session(**AGAIN[what])
 
 
-def test_no_bit_changes_where_megatron_core_offloads_other_modules(experts: Any) -> None:
+def test_no_bit_changes_where_megatron_core_offloads_other_modules() -> None:
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         FineGrainedActivationOffloadingInterface as Manager,
     )
@@ -112,8 +118,8 @@ def test_no_bit_changes_where_megatron_core_offloads_other_modules(experts: Any)
         "offload_modules": ["core_attn", "attn_proj"],
         "min_offloaded_tensor_size": 1024,
     }
-    model = make_model("cuda", make_config("cuda", **theirs), experts)
-    without = make_model("cuda", make_config("cuda"), experts)
+    model = make_model("cuda", make_config("cuda", **theirs))
+    without = make_model("cuda", make_config("cuda"))
     without.load_state_dict(model.state_dict(), strict=False)
     losses, gradients = train(without)
     with OffloadSession(model.decoder.layers, min_bytes=1024) as session:
@@ -123,7 +129,7 @@ def test_no_bit_changes_where_megatron_core_offloads_other_modules(experts: Any)
             assert session.records[-1].bytes_out > 0
 
 
-def test_the_docs_loop_trains_with_megatron_cores_schedule(experts: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_docs_loop_trains_with_megatron_cores_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     config, losses = make_config("cuda"), []
@@ -150,16 +156,8 @@ def test_the_docs_loop_trains_with_megatron_cores_schedule(experts: Any, capsys:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         model.zero_grad()
 
-    def gpt_model(*args: Any) -> Any:  # its other positions are in float32, for which Megatron-core has a wrapper
-        return names_taken("cuda")["GPTModel"](*args, position_embedding_type="rope")
-
-    taken = names_taken("cuda", config) | {
-        "GPTModel": gpt_model,
-        "Experts": experts,
-        "steps": 5,
-        "forward_backward": forward_backward,
-    }
-    names = docs_code.run(docs_code.code_blocks()["adopting.md 2"], "cuda", **taken)
+    taken = names_taken("cuda", config) | {"steps": 5, "forward_backward": forward_backward}
+    names = docs_code.run(docs_code.code_blocks()["adopting.md 1"], "cuda", **taken)
     assert losses[-1] < losses[0]
     (record,) = names["session"].records[-1:]
-    assert record.bytes_out > 0 and "layer0/mlp.experts.mlp.1.act_input" in capsys.readouterr().out
+    assert record.bytes_out > 0 and "layer0/mlp.experts.activation.act_input" in capsys.readouterr().out

@@ -147,6 +147,7 @@ ROOMS = {
     "te_offload/fused": {"slots", "errors", "ops", "fused"},
     "te_offload/offload": {"slots", "errors", "units", "ops", "fused", "offload", "report"},
     "te_offload/graphs": {"slots", "errors", "units", "ops", "offload", "graphs"},
+    "te_offload/megatron.py": {"errors", "ops"},
     "te_offload/report": {"slots", "units", "fused", "offload", "report"},
 }
 

@@ -1,7 +1,7 @@
-"""A small language model of Megatron-core's with experts of one's choice, its losses and gradients.
+"""A small language model of Megatron-core's with our experts or its own, its losses and gradients.
 
-In: a device, the class of its experts. Out: a model, and what training steps of it give. Keeps true: the process has one
-rank, which is there inside of `one_rank` alone. Does not: run Megatron-core's CUDA kernels on a CPU; there the attention,
+In: a device, whose experts. Out: a model, and what training steps of it give. Keeps true: the process has a
+rank, which is there inside of `groups` alone. Does not: run Megatron-core's CUDA kernels on a CPU; there the attention,
 and the norms, are torch's.
 """
 
@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from te_offload import OffloadSession
+from te_offload.megatron import GroupedMLP
 
 EXPERTS, HIDDEN, FFN, LAYERS, SEQUENCE, BATCH, WORDS = 4, 128, 128, 3, 64, 2, 128
 TOP = 2
@@ -31,11 +33,26 @@ def quietly() -> Iterator[None]:
         yield
 
 
+class _OnTheCpu(TorchFunctionMode):
+    """What is made on ``"cuda"`` is made on the CPU: Megatron-core's schedules and pipelines say so in places."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == "cuda":
+            kwargs = kwargs | {"device": "cpu"}
+        return function(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def one_rank(meeting: Path, device: str) -> Iterator[None]:
-    """Megatron-core's groups, of this process alone; ``meeting``: a file that is not there yet."""
+def groups(meeting: Path, device: str, rank: int = 0, ranks: int = 1, **sizes: int) -> Iterator[None]:
+    """Megatron-core's groups, of this process alone if not told else.
+
+    Args:
+        meeting: a file that is not there yet. sizes: of `initialize_model_parallel`.
+    """
     with pytest.MonkeyPatch.context() as patch, quietly():
         from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import layers
         from megatron.core.tensor_parallel import random as their_random
         from megatron.core.transformer import transformer_block
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -44,20 +61,26 @@ def one_rank(meeting: Path, device: str) -> Iterator[None]:
             patch.setattr(
                 torch.cuda, "current_device", lambda: torch.device("cpu")
             )  # its router moves its weights there
+            patch.setattr(torch.cuda, "synchronize", lambda *_: None)
             patch.setattr(transformer_block, "LayerNormImpl", WrappedTorchNorm)
             patch.setattr(
                 their_random, "fp8_autocast", lambda **_: contextlib.nullcontext()
             )  # asks what the GPU can do
             patch.setattr(their_random, "_get_cuda_rng_state", lambda **_: None)  # of its checkpoints
             patch.setattr(their_random, "_set_cuda_rng_state", lambda *_, **__: None)
+            patch.setattr(  # of one rank nothing is reduced, and its experts add their biases in place
+                layers, "reduce_from_tensor_model_parallel_region", lambda x, **_: x.clone()
+            )
         backend = "gloo" if device == "cpu" else "nccl"
-        dist.init_process_group(backend, init_method=f"file://{meeting}", rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
+        dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+        parallel_state.initialize_model_parallel(**sizes)
         if device != "cpu":
             their_random.model_parallel_cuda_manual_seed(1)
         try:
-            yield
+            with _OnTheCpu() if device == "cpu" else contextlib.nullcontext():
+                yield
         finally:
+            their_random.get_cuda_rng_tracker().reset()
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
@@ -125,56 +148,62 @@ def make_spec(device: str, config: Any) -> Any:
     size = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     if device != "cpu":
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**size)
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(**size)
+    with quietly():
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(**size)
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=_Attention)
     return spec
 
 
-def names_taken(device: str, config: Any = None) -> dict[str, Any]:
+def names_taken(device: str, config: Any) -> dict[str, Any]:
     """What the docs' code takes for granted of Megatron-core."""
     with quietly():
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-    found = (GPTModel, ModuleSpec, get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name)
-    names: dict[str, Any] = {each.__name__: each for each in found}
-    spec = {"get_gpt_layer_with_transformer_engine_spec": lambda **_: make_spec(device, config)}
-    sizes = {"vocab_size": WORDS, "max_sequence_length": SEQUENCE}
-    return names | spec | sizes | {"contextlib": contextlib, "config": config}
+    def gpt_model(*args: Any) -> Any:  # its other positions are in float32, for which Megatron-core has a wrapper
+        return GPTModel(*args, position_embedding_type="rope")
+
+    return {
+        "GPTModel": gpt_model,
+        "ModuleSpec": ModuleSpec,
+        "get_gpt_layer_with_transformer_engine_spec": lambda **_: make_spec(device, config),
+        "vocab_size": WORDS,
+        "max_sequence_length": SEQUENCE,
+        "config": config,
+    }
 
 
-def make_model(device: str, config: Any, experts: type[torch.nn.Module] | None = None) -> Any:
-    """``experts``: of its layers; ``None``: Megatron-core's own."""
+def make_model(
+    device: str, config: Any, *, ours: bool = True, of_model: dict[str, Any] | None = None, **keywords: Any
+) -> Any:
+    """With `te_offload.megatron.GroupedMLP`, which takes the ``keywords``, or Megatron-core's own experts.
+
+    Args:
+        of_model: of `GPTModel`: which chunk it is of a pipeline.
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     torch.manual_seed(0)
+    place = of_model or {}
     spec = make_spec(device, config)
-    if experts is not None:
-        spec.submodules.mlp.submodules.experts = ModuleSpec(module=experts)
-    return GPTModel(config, spec, WORDS, SEQUENCE, position_embedding_type="rope").to(device)
+    if ours:
+        spec.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedMLP, params=keywords)
+    return GPTModel(config, spec, WORDS, SEQUENCE, position_embedding_type="rope", **place).to(device)
+
+
+def name_in_ours(name: str) -> str:
+    """Of a parameter of Megatron-core's ungrouped experts, ``local_experts.N.linear_fc1.weight``; others' are the same."""
+    before, found, rest = name.partition("local_experts.")
+    if not found:
+        return name
+    expert, linear, kind = rest.split(".")
+    return f"{before}{linear}.{kind}{expert}"
 
 
 def share_weights(ours: Any, theirs: Any) -> None:
-    """Give a model with the docs' experts the weights of one with Megatron-core's own."""
-    state = theirs.state_dict()
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            if ".experts." not in name:
-                parameter.copy_(state[name])
-    for number, layer in enumerate(ours.decoder.layers):
-        prefix = f"decoder.layers.{number}.mlp.experts."
-        found = {}
-        for key, weight in state.items():
-            rest = key.removeprefix(prefix)
-            if rest == key:
-                continue
-            if rest.startswith("local_experts."):  # of ungrouped ones: local_experts.N.linear_fc1.weight
-                _, expert, linear, name = rest.split(".")
-                rest = f"{linear}.{name}{expert}"
-            found[rest] = weight
-        layer.mlp.experts.load_their_weights(found)
+    """Give a model with our experts the weights of one with Megatron-core's own."""
+    ours.load_state_dict({name_in_ours(name): weight for name, weight in theirs.state_dict().items()}, strict=False)
 
 
 def train(

@@ -1,0 +1,82 @@
+"""Megatron-core's expert and pipeline parallelism on two GPUs, with our experts and a session in each rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.support.megatron_model import groups, make_model
+from tests.support.megatron_ranks import (
+    KINDS,
+    batches,
+    config_of,
+    gradients_of_the_whole,
+    load,
+    on_two_ranks,
+    save,
+    step,
+)
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2 or torch.cuda.get_device_capability()[0] != 9, reason="needs two Hopper GPUs"
+    ),
+    pytest.mark.filterwarnings("ignore"),  # Megatron-core's and Transformer Engine's about each other
+]
+
+
+class Trained(NamedTuple):
+    """One rank's model, losses and gradients; what two found, and the folder of their checkpoints."""
+
+    model: Any
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    of_two: dict[str, list[dict[str, Any]]]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with groups(folder / "meeting", "cuda"):
+        model = make_model("cuda", config_of("cuda"))
+        save([model], folder / "one")
+        losses, gradients = step([model], batches("cuda"))
+        yield Trained(model, losses, gradients, on_two_ranks("cuda", folder), folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_compute_what_one_does(trained: Trained, kind: str) -> None:
+    losses = itertools.zip_longest(*(rank["losses"] for rank in trained.of_two[kind]))
+    found = [each for each in itertools.chain(*losses) if each is not None]
+    assert found == pytest.approx(trained.losses, rel=1e-3)
+    whole = gradients_of_the_whole(kind, trained.of_two[kind])
+    assert whole.keys() == trained.gradients.keys()
+    for name, gradient in trained.gradients.items():
+        error = (whole[name] - gradient.float()).norm() / gradient.float().norm()
+        assert error < 0.03, (name, error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_in_each_rank_changes_no_bit(trained: Trained, kind: str) -> None:
+    for rank in trained.of_two[kind]:
+        assert rank["same"] == [True] * 3 and all(out > 0 for out, _ in rank["moved"])
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["our experts", "Megatron-core's"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_reads_the_checkpoint_of_two(trained: Trained, kind: str, ours: bool) -> None:
+    model = make_model("cuda", config_of("cuda"), ours=ours)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load([model], trained.folder / kind)
+    weights = dict(trained.model.named_parameters())
+    assert all(torch.equal(each, weights[name]) for name, each in model.named_parameters())

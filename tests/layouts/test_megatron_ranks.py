@@ -1,0 +1,89 @@
+"""Megatron-core's expert and pipeline parallelism, and its distributed checkpoints, with our experts and a session."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.megatron_model import groups, make_model, name_in_ours
+from tests.support.megatron_ranks import (
+    KINDS,
+    batches,
+    config_of,
+    gradients_of_the_whole,
+    load,
+    on_two_ranks,
+    save,
+    step,
+)
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
+pytest.importorskip("psutil", reason="psutil is not installed here, which Megatron-core's checkpoints need")
+
+
+class Trained:
+    """One rank's model, losses and gradients; what two found, and the folder of their checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = make_model("cpu", config_of("cpu"))
+        save([self.model], folder / "one")
+        self.losses, self.gradients = step([self.model], batches("cpu"))
+        self.of_two, self.folder = on_two_ranks("cpu", folder), folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with groups(folder / "meeting", "cpu"):
+        yield Trained(folder)
+
+
+def model_of_zeros(**of_theirs: Any) -> Any:
+    model = make_model("cpu", config_of("cpu", **of_theirs), ours=not of_theirs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def assert_same_weights(theirs: Any, ours: Any) -> None:
+    weights = dict(ours.named_parameters())
+    assert all(torch.equal(each, weights[name_in_ours(name)]) for name, each in theirs.named_parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_compute_what_one_does(trained: Trained, kind: str) -> None:
+    losses = itertools.zip_longest(*(rank["losses"] for rank in trained.of_two[kind]))
+    found = [each for each in itertools.chain(*losses) if each is not None]
+    assert found == pytest.approx(trained.losses, rel=1e-5)
+    whole = gradients_of_the_whole(kind, trained.of_two[kind])
+    assert whole.keys() == trained.gradients.keys()
+    for name, gradient in trained.gradients.items():
+        torch.testing.assert_close(whole[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_in_each_rank_changes_no_bit(trained: Trained, kind: str) -> None:
+    for rank in trained.of_two[kind]:
+        assert rank["same"] == [True] * 3 and all(out == back > 0 for out, back in rank["moved"])
+
+
+@pytest.mark.parametrize("of_theirs", [{}, {"moe_grouped_gemm": False}], ids=["our experts", "Megatron-core's"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_reads_the_checkpoint_of_two(trained: Trained, kind: str, of_theirs: dict[str, Any]) -> None:
+    model = model_of_zeros(**of_theirs)
+    load([model], trained.folder / kind)
+    assert_same_weights(model, trained.model)
+
+
+def test_our_experts_read_a_checkpoint_of_megatron_cores(trained: Trained, tmp_path: Path) -> None:
+    theirs = make_model("cpu", config_of("cpu", moe_grouped_gemm=False), ours=False)
+    save([theirs], tmp_path / "theirs")
+    ours = model_of_zeros()
+    load([ours], tmp_path / "theirs")
+    assert_same_weights(theirs, ours)
