@@ -232,6 +232,7 @@ def warmed_up(
 ) -> tuple[Variant | None, dict[str, Any]]:
     """A way and its row, but for its times: loss, bits against those that are ``kept``, bytes; or why it fails."""
     row: dict[str, Any] = {**way._asdict(), "ms": []}
+    gc.collect()
     at_first = torch.cuda.memory_allocated()
     try:
         variant = make(way)
@@ -241,6 +242,7 @@ def warmed_up(
         gradients = [parameter.main_grad.view(torch.int32).sum(dtype=torch.int64) for parameter in parameters.values()]
         parallel.zero_grad_buffer()
         torch.cuda.synchronize()
+        gc.collect()  # the parameters that it was made with
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         variant.step()

@@ -55,6 +55,7 @@ def groups(meeting: Path, device: str, rank: int = 0, ranks: int = 1, **sizes: i
         from megatron.core.tensor_parallel import layers
         from megatron.core.tensor_parallel import random as their_random
         from megatron.core.transformer import transformer_block
+        from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
         if device == "cpu":
@@ -81,6 +82,7 @@ def groups(meeting: Path, device: str, rank: int = 0, ranks: int = 1, **sizes: i
                 yield
         finally:
             their_random.get_cuda_rng_tracker().reset()
+            moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of a schedule, by its shape
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
