@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -107,9 +109,12 @@ SWITCHES = pytest.mark.parametrize("switch", ["0", "reference"], ids=["op by op"
 def test_experts_in_place_of_torchtitan_s_compute_what_those_do(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
     monkeypatch.setenv(hopper.SWITCH, switch)
     names = run(code_blocks()["adopting.md 2"], "cpu")
-    experts = names["GroupedExperts"](HIDDEN, FFN, EXPERTS, device="cpu", dtype=torch.float32)
     gates, ups, downs = weights_of_experts()
-    experts.load_their_weights(gates, downs, ups)
+    theirs = SimpleNamespace(w1_EFD=gates, w2_EDF=downs, w3_EFD=ups)
+    moe = SimpleNamespace(routed_experts=SimpleNamespace(inner_experts=theirs))
+    names["take_their_place"](moe, device="cpu", dtype=torch.float32)
+    experts = moe.routed_experts.inner_experts
+    assert isinstance(experts, names["GroupedExperts"]) and experts.num_experts == EXPERTS
     x, splits, scales = make_inputs(SPLITS, HIDDEN)
     ones = torch.ones_like(scales)
     torch.testing.assert_close(experts(x, splits), experts_apart(x, gates, ups, downs, ones))
