@@ -21,6 +21,7 @@ from te_offload.offload.cargo import Cargo, Hold, Label, Lot, name_of
 from te_offload.offload.extents import Scattered, Strip, extent
 from te_offload.offload.plain import is_discarded
 from te_offload.offload.states import LEAVING, RELEASED, RETURNED
+from te_offload.offload.unmoved import version_of
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SlotName, slot_title
 
@@ -388,36 +389,6 @@ class Saved:
         )
 
 
-class Unmoved:
-    """A saved tensor that no session touches: a parameter, or what is exempt or marked to stay.
-
-    Args:
-        tensor: which. layer: what saved it, for messages.
-    """
-
-    __slots__ = ("_layer", "_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor, layer: str) -> None:
-        self._tensor = without_graph(tensor)
-        self._layer = layer
-        self._version = version_of((tensor,))
-
-    def take(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            SavedTensorModifiedError: it was written to since it was saved; where there are hooks, autograd does not look.
-        """
-        tensor = self._tensor
-        if self._version >= 0 and tensor._version != self._version:
-            raise SavedTensorModifiedError(
-                f"{self._layer}: a weight, or another saved tensor of {tuple(tensor.shape)} {tensor.dtype} that stays as "
-                "it is, was written to in place between the forward and its backward, so gradients would be wrong. Call "
-                "optimizer.step() after the backward, or write to a clone."
-            )
-        return tensor
-
-
 class SavedWrapper:
     """A quantized wrapper tensor of Transformer Engine, taken apart into its buffers.
 
@@ -461,13 +432,6 @@ def _as_it_was(tensor: torch.Tensor, at: int) -> torch.Tensor:
     return tensor.new_empty(0).set_(storage, at, tensor.size(), tensor.stride())
 
 
-def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without its place in autograd's graph, which autograd knows by itself. A node that saved its own output, and
-    holds what a pack hook made of it, is never freed if that holds the node, unless a backward goes through it.
-    """
-    return tensor if tensor.is_leaf else tensor.detach()
-
-
 def let_go(handles: Iterable[Saved | None]) -> None:
     """Have handles stop holding their tensors, whose copy out is over, and remember which were written to since. What the
     memory of was given up meanwhile they hold, and give out again: the copy may have read what came there next.
@@ -482,15 +446,3 @@ def let_go(handles: Iterable[Saved | None]) -> None:
                 handle.at = tensors[0].storage_offset()  # type: ignore[assignment]
             if tensors is not None and handle.version >= 0 and tensors[0]._version != handle.version:
                 handle.version = _WRITTEN
-
-
-def version_of(tensors: Sequence[torch.Tensor]) -> int:
-    """The in-place version of tensors of one handle, which are parts of one tensor, or buffers that nobody but their op
-    knows: that of the first one; -1 for an inference tensor, which has none.
-    """
-    try:
-        return tensors[0]._version
-    except RuntimeError:
-        if tensors[0].is_inference():
-            return -1
-        raise

@@ -20,8 +20,9 @@ from te_offload.offload.decide import decide, storages_of
 from te_offload.offload.extents import storage_key
 from te_offload.offload.load import Load
 from te_offload.offload.plain import has_storage, is_plain
-from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, Unmoved, give_out, without_graph
+from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out
 from te_offload.offload.states import RELEASED
+from te_offload.offload.unmoved import Unmoved, without_graph
 from te_offload.ops import te_adapter
 from te_offload.slots import Fate, Reason, SavedSlot, SaveState, SlotName, SlotObserver, Watch
 

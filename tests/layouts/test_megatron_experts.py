@@ -186,3 +186,21 @@ def test_a_state_dict_with_extra_states_of_megatron_cores_loads(monkeypatch: pyt
     del state["linear_fc2.weight2"]
     with pytest.raises(RuntimeError, match=r"Missing key.*linear_fc2.weight2"):
         module.load_state_dict(state)
+
+
+def test_delayed_scalings_history_is_in_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psutil", reason="psutil is not installed here, which Megatron-core's checkpoints need")
+    from megatron.core import dist_checkpointing
+
+    from te_offload.ops import GroupedLinear
+
+    history = {"linear_fc1": torch.arange(5, dtype=torch.uint8), "linear_fc2": torch.arange(7, dtype=torch.uint8)}
+    saved, loaded = ours(config_of()), ours(config_of())
+    for name, state in history.items():
+        monkeypatch.setattr(getattr(saved, name), "get_extra_state", lambda state=state: state)
+    dist_checkpointing.save(saved.sharded_state_dict("mlp."), str(tmp_path))
+    found = dist_checkpointing.load(loaded.sharded_state_dict("mlp."), str(tmp_path))
+    got: dict[int, torch.Tensor] = {}
+    monkeypatch.setattr(GroupedLinear, "set_extra_state", lambda op, state: got.update({op.out_features: state}))
+    loaded.load_state_dict({name.removeprefix("mlp."): value for name, value in found.items()})
+    assert torch.equal(got[2 * FFN], history["linear_fc1"]) and torch.equal(got[HIDDEN], history["linear_fc2"])

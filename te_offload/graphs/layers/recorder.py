@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from te_offload.offload.saved import without_graph
 from te_offload.offload.transfer import Mark
+from te_offload.offload.unmoved import without_graph
 from te_offload.ops import te_adapter
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import Reason, SavedSlot, SlotHandle, SlotObserver, Watch
