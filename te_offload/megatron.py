@@ -113,8 +113,8 @@ class GroupedMLP(te.ops.Sequential):
                 for kind, parameter in getattr(self, name).named_parameters():
                     parameter.allreduce = config.expert_model_parallel_size == 1
                     is_weight = kind.startswith("weight")
-                    if is_weight or number == 0:  # an FC2's bias is whole on every rank
-                        set_tensor_model_parallel_attributes(parameter, True, number, 1)
+                    # No rank has another's experts: gradient norms count what is unmarked on tensor-parallel rank 0 alone.
+                    set_tensor_model_parallel_attributes(parameter, True, number if is_weight else 0, 1)
                     if not is_weight:
                         parameter.zero_()
                     elif config.perform_initialization:
