@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from tests.support.megatron_ranks import (
     config_of,
     gradients_of_the_whole,
     load,
+    losses_of_the_whole,
     on_two_ranks,
     save,
     step,
@@ -54,9 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_compute_what_one_does(trained: Trained, kind: str) -> None:
-    losses = itertools.zip_longest(*(rank["losses"] for rank in trained.of_two[kind]))
-    found = [each for each in itertools.chain(*losses) if each is not None]
-    assert found == pytest.approx(trained.losses, rel=1e-3)
+    assert losses_of_the_whole(kind, trained.of_two[kind]) == pytest.approx(trained.losses, rel=1e-3)
     whole = gradients_of_the_whole(kind, trained.of_two[kind])
     assert whole.keys() == trained.gradients.keys()
     for name, gradient in trained.gradients.items():

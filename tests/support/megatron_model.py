@@ -56,22 +56,21 @@ def groups(meeting: Path, device: str, rank: int = 0, ranks: int = 1, **sizes: i
         from megatron.core.tensor_parallel import random as their_random
         from megatron.core.transformer import transformer_block
         from megatron.core.transformer.moe import moe_utils
-        from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
         if device == "cpu":
             patch.setattr(
                 torch.cuda, "current_device", lambda: torch.device("cpu")
             )  # its router moves its weights there
             patch.setattr(torch.cuda, "synchronize", lambda *_: None)
-            patch.setattr(transformer_block, "LayerNormImpl", WrappedTorchNorm)
+            patch.setattr(transformer_block, "LayerNormImpl", _Norm)
             patch.setattr(
                 their_random, "fp8_autocast", lambda **_: contextlib.nullcontext()
             )  # asks what the GPU can do
             patch.setattr(their_random, "_get_cuda_rng_state", lambda **_: None)  # of its checkpoints
             patch.setattr(their_random, "_set_cuda_rng_state", lambda *_, **__: None)
-            patch.setattr(  # of one rank nothing is reduced, and its experts add their biases in place
-                layers, "reduce_from_tensor_model_parallel_region", lambda x, **_: x.clone()
-            )
+            patch.setattr(their_random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
+            if "tensor_model_parallel_size" not in sizes:  # nothing is reduced, and experts add their biases in place
+                patch.setattr(layers, "reduce_from_tensor_model_parallel_region", lambda x, **_: x.clone())
         backend = "gloo" if device == "cpu" else "nccl"
         dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=ranks)
         parallel_state.initialize_model_parallel(**sizes)
@@ -83,8 +82,18 @@ def groups(meeting: Path, device: str, rank: int = 0, ranks: int = 1, **sizes: i
         finally:
             their_random.get_cuda_rng_tracker().reset()
             moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of a schedule, by its shape
+            moe_utils.get_moe_layer_wise_logging_tracker().clear()  # by the number of layers
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+class _Norm(torch.nn.LayerNorm):
+    """For Megatron-core's of a CPU, which refuses to be sequence parallel."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class _Attention(torch.nn.Module):
@@ -153,6 +162,7 @@ def make_spec(device: str, config: Any) -> Any:
     with quietly():
         spec = gpt_layer_specs.get_gpt_layer_local_spec(**size)
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=_Attention)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
     return spec
 
 

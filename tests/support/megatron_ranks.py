@@ -27,6 +27,11 @@ MICROBATCHES, LAYERS = 4, 4
 KINDS: dict[str, dict[str, int]] = {
     "expert parallel": {"expert_model_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2},
+    "tensor and expert parallel": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
     "interleaved pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
 }
 
@@ -68,12 +73,28 @@ def step(chunks: list[Any], words: list[torch.Tensor]) -> tuple[list[float], dic
         forward_only=False,
     )
     gradients = {
-        whole_name(chunk, name): parameter.grad.clone()
+        whole_name(chunk, name): whole_gradient(name, parameter)
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
         if parameter.grad is not None
     }
     return [each["loss"].item() for each in done], gradients
+
+
+def whole_gradient(name: str, parameter: Any) -> torch.Tensor:
+    """Of a parameter that tensor parallelism shards, or that each of its ranks uses for some of the tokens."""
+    from megatron.core import parallel_state
+
+    gradient: torch.Tensor = parameter.grad.clone()
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1 or ".experts." in name:
+        return gradient
+    if getattr(parameter, "tensor_model_parallel", False):
+        parts = [torch.empty_like(gradient) for _ in range(group.size())]
+        dist.all_gather(parts, gradient, group=group)
+        return torch.cat(parts, parameter.partition_dim)
+    dist.all_reduce(gradient, group=group)
+    return gradient
 
 
 def whole_name(chunk: Any, name: str) -> str:
@@ -118,8 +139,9 @@ def rank_of_two(rank: int, device: str, kind: str, folder: Path) -> None:
     from megatron.core import parallel_state
 
     with groups(folder / f"{kind} meeting", device, rank, 2, **KINDS[kind]):
+        sequence = {"sequence_parallel": "tensor_model_parallel_size" in KINDS[kind]}
         two = {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # else two ranks cannot interleave
-        config = config_of(device, **KINDS[kind], **(two if kind == "interleaved pipeline" else {}))
+        config = config_of(device, **KINDS[kind], **sequence, **(two if kind == "interleaved pipeline" else {}))
         virtual = KINDS[kind].get("virtual_pipeline_model_parallel_size")
         chunks = []
         for number in range(virtual or 1):
@@ -131,7 +153,7 @@ def rank_of_two(rank: int, device: str, kind: str, folder: Path) -> None:
             }
             chunks.append(make_model(device, config, of_model={**ends, "vp_stage": number if virtual else None}))
         load(chunks, folder / "one")
-        shared = "expert_model_parallel_size" in KINDS[kind]
+        shared = shares_microbatches(kind)
         words = batches(device, rank if shared else 0, 2 if shared else 1)
         losses, gradients = step(chunks, words)
 
@@ -170,15 +192,30 @@ def on_two_ranks(device: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {kind: [torch.load(folder / f"{kind}{rank}.pt", map_location=device) for rank in range(2)] for kind in KINDS}
 
 
+def losses_of_the_whole(kind: str, found: list[dict[str, Any]]) -> list[float]:
+    """In the order of the microbatches; they are in the ranks' turns, or on one that has all, or each."""
+    if shares_microbatches(kind):
+        return [loss for losses in zip(*(rank["losses"] for rank in found), strict=True) for loss in losses]
+    (losses, *others) = [rank["losses"] for rank in found if rank["losses"]]
+    assert all(other == losses for other in others)
+    return list(losses)
+
+
 def gradients_of_the_whole(kind: str, found: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """As one rank would have them: the mean over ranks that share the microbatches; experts have all ranks' rows."""
     whole: dict[str, torch.Tensor] = {}
-    shared = "expert_model_parallel_size" in KINDS[kind]
     for rank in found:
         for name, gradient in rank["gradients"].items():
-            part = gradient.float() / (2 if shared else 1)
-            whole[name] = whole[name] + part if name in whole else part
+            if shares_microbatches(kind):
+                whole[name] = whole.get(name, 0) + gradient.float() / 2
+            else:
+                whole.setdefault(name, gradient.float())
     return whole
+
+
+def shares_microbatches(kind: str) -> bool:
+    """Whether each rank has others."""
+    return KINDS[kind] == {"expert_model_parallel_size": 2}
 
 
 if __name__ == "__main__":
