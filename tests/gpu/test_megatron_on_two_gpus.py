@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.support.megatron_model import groups, make_model
+from tests.support.megatron_model import groups
 from tests.support.megatron_ranks import (
     KINDS,
-    batches,
-    config_of,
+    Trained,
     gradients_of_the_whole,
     load,
     losses_of_the_whole,
-    on_two_ranks,
-    save,
-    step,
+    model_of_zeros,
 )
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
@@ -32,24 +27,11 @@ pytestmark = [
 ]
 
 
-class Trained(NamedTuple):
-    """One rank's model, losses and gradients; what two found, and the folder of their checkpoints."""
-
-    model: Any
-    losses: list[float]
-    gradients: dict[str, torch.Tensor]
-    of_two: dict[str, list[dict[str, Any]]]
-    folder: Path
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     folder = tmp_path_factory.mktemp("ranks")
     with groups(folder / "meeting", "cuda"):
-        model = make_model("cuda", config_of("cuda"))
-        save([model], folder / "one")
-        losses, gradients = step([model], batches("cuda"))
-        yield Trained(model, losses, gradients, on_two_ranks("cuda", folder), folder)
+        yield Trained("cuda", folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,10 +54,7 @@ def test_a_session_in_each_rank_changes_no_bit(trained: Trained, kind: str) -> N
 @pytest.mark.parametrize("ours", [True, False], ids=["our experts", "Megatron-core's"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_reads_the_checkpoint_of_two(trained: Trained, kind: str, ours: bool) -> None:
-    model = make_model("cuda", config_of("cuda"), ours=ours)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    model = model_of_zeros("cuda", ours=ours)
     load([model], trained.folder / kind)
     weights = dict(trained.model.named_parameters())
     assert all(torch.equal(each, weights[name]) for name, each in model.named_parameters())

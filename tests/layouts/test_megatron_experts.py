@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_offload.errors import ArgumentError, UnsupportedError
+from te_offload.errors import ArgumentError, NotInstalledError, UnsupportedError
 from te_offload.fused import hopper
 from tests.support.megatron_model import EXPERTS, FFN, HIDDEN, groups, make_config, quietly
 
@@ -138,6 +139,13 @@ def test_all_refused_settings_are_named_at_once() -> None:
         ours(config)
     config.activation_func_fp8_input_store, config.offload_modules = False, ["core_attn"]
     ours(config)
+
+
+def test_without_megatron_core_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of()
+    monkeypatch.setitem(sys.modules, "megatron.core.fusions", None)
+    with pytest.raises(NotInstalledError, match=r"Megatron-core, which is not installed: .*megatron.core.fusions"):
+        ours(config)
 
 
 def test_slots_that_stay_are_chosen_by_name() -> None:

@@ -12,43 +12,24 @@ import torch
 from tests.support.megatron_model import groups, make_model, name_in_ours
 from tests.support.megatron_ranks import (
     KINDS,
-    batches,
+    Trained,
     config_of,
     gradients_of_the_whole,
     load,
     losses_of_the_whole,
-    on_two_ranks,
+    model_of_zeros,
     save,
-    step,
 )
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
 pytest.importorskip("psutil", reason="psutil is not installed here, which Megatron-core's checkpoints need")
 
 
-class Trained:
-    """One rank's model, losses and gradients; what two found, and the folder of their checkpoints."""
-
-    def __init__(self, folder: Path) -> None:
-        self.model = make_model("cpu", config_of("cpu"))
-        save([self.model], folder / "one")
-        self.losses, self.gradients = step([self.model], batches("cpu"))
-        self.of_two, self.folder = on_two_ranks("cpu", folder), folder
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     folder = tmp_path_factory.mktemp("ranks")
     with groups(folder / "meeting", "cpu"):
-        yield Trained(folder)
-
-
-def model_of_zeros(**of_theirs: Any) -> Any:
-    model = make_model("cpu", config_of("cpu", **of_theirs), ours=not of_theirs)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return model
+        yield Trained("cpu", folder)
 
 
 def assert_same_weights(theirs: Any, ours: Any) -> None:
@@ -75,7 +56,7 @@ def test_a_session_in_each_rank_changes_no_bit(trained: Trained, kind: str) -> N
 @pytest.mark.parametrize("of_theirs", [{}, {"moe_grouped_gemm": False}], ids=["our experts", "Megatron-core's"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_reads_the_checkpoint_of_two(trained: Trained, kind: str, of_theirs: dict[str, Any]) -> None:
-    model = model_of_zeros(**of_theirs)
+    model = model_of_zeros("cpu", ours=not of_theirs, **of_theirs)
     load([model], trained.folder / kind)
     assert_same_weights(model, trained.model)
 
@@ -83,6 +64,6 @@ def test_one_rank_reads_the_checkpoint_of_two(trained: Trained, kind: str, of_th
 def test_our_experts_read_a_checkpoint_of_megatron_cores(trained: Trained, tmp_path: Path) -> None:
     theirs = make_model("cpu", config_of("cpu", moe_grouped_gemm=False), ours=False)
     save([theirs], tmp_path / "theirs")
-    ours = model_of_zeros()
+    ours = model_of_zeros("cpu")
     load([ours], tmp_path / "theirs")
     assert_same_weights(theirs, ours)

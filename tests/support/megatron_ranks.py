@@ -192,6 +192,25 @@ def on_two_ranks(device: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {kind: [torch.load(folder / f"{kind}{rank}.pt", map_location=device) for rank in range(2)] for kind in KINDS}
 
 
+class Trained:
+    """One rank's model, losses and gradients; what two found, and the folder of their checkpoints."""
+
+    def __init__(self, device: str, folder: Path) -> None:
+        self.model = make_model(device, config_of(device))
+        save([self.model], folder / "one")
+        self.losses, self.gradients = step([self.model], batches(device))
+        self.of_two, self.folder = on_two_ranks(device, folder), folder
+
+
+def model_of_zeros(device: str, *, ours: bool = True, **settings: Any) -> Any:
+    """With our experts or Megatron-core's, to be filled by a checkpoint."""
+    model = make_model(device, config_of(device, **settings), ours=ours)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
 def losses_of_the_whole(kind: str, found: list[dict[str, Any]]) -> list[float]:
     """In the order of the microbatches; they are in the ranks' turns, or on one that has all, or each."""
     if shares_microbatches(kind):
