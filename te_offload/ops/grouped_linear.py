@@ -151,6 +151,18 @@ class GroupedLinear(SlotOwner, te.ops.GroupedLinear):
             raise
         return result
 
+    def backward_dw(self) -> None:
+        """The weight gradients that a backward has left (``delay_wgrad_compute=True``), added to what ``.grad`` has.
+
+        Transformer Engine 2.20.2 writes over that: without ``main_grad`` the last microbatch's alone are left.
+        """
+        weights = [] if self._accumulate_into_main_grad else self._weights()
+        earlier = [(weight, weight.grad) for weight in weights if weight.grad is not None]
+        super().backward_dw()
+        for weight, before in earlier:
+            if weight.grad is not before:
+                weight.grad = before if weight.grad is None else before.add_(weight.grad)
+
     def say_that_it_keeps(self, why: str | None) -> None:
         """Warn, once, that a call keeps the quantized weights though it was not to.
 

@@ -83,7 +83,9 @@ def totals(step: StepRecord) -> str:
     elif step.timed and not step.slots and not step.windows:
         lines.append(
             "None of the layers ran in this step, as far as their hooks tell: what torch.compile traced before the session "
-            "was there calls none. Make the session first, or compile each layer by itself."
+            "was there calls none, nor does a schedule that runs their parts by themselves (Megatron-core's "
+            "overlap_moe_expert_parallel_comm). Make the session first, or compile each layer by itself; make it around "
+            "those parts."
         )
     if step.unseen:
         lines.append(

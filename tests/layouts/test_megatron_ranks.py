@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from tests.support.megatron_model import groups, make_model, name_in_ours
+from tests.support.megatron_optimizer import Optimized, same_on_all, whole_of
 from tests.support.megatron_ranks import (
     KINDS,
     Trained,
-    config_of,
     gradients_of_the_whole,
     load,
     losses_of_the_whole,
     model_of_zeros,
     save,
 )
+from tests.support.megatron_steps import config_of
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
 pytest.importorskip("psutil", reason="psutil is not installed here, which Megatron-core's checkpoints need")
@@ -39,7 +40,9 @@ def assert_same_weights(theirs: Any, ours: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_compute_what_one_does(trained: Trained, kind: str) -> None:
-    assert losses_of_the_whole(kind, trained.of_two[kind]) == pytest.approx(trained.losses, rel=1e-5)
+    assert losses_of_the_whole(kind, [rank["losses"] for rank in trained.of_two[kind]]) == pytest.approx(
+        trained.losses, rel=1e-5
+    )
     whole = gradients_of_the_whole(kind, trained.of_two[kind])
     assert whole.keys() == trained.gradients.keys()
     for name, gradient in trained.gradients.items():
@@ -51,6 +54,36 @@ def test_a_session_in_each_rank_changes_no_bit(trained: Trained, kind: str) -> N
     for rank in trained.of_two[kind]:
         assert rank["repeats"], "a step without offloading has other bits in its second run"
         assert rank["same"] == [True] * 3 and all(out == back > 0 for out, back in rank["moved"])
+
+
+def optimized(trained: Trained, kind: str) -> list[Optimized]:
+    return [Optimized(*rank["optimized"]) for rank in trained.of_two[kind]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_the_distributed_optimizer_are_those_of_one_rank(trained: Trained, kind: str) -> None:
+    ranks = optimized(trained, kind)
+    for number, losses in enumerate(trained.optimized.losses):
+        found = losses_of_the_whole(kind, [rank.losses[number] for rank in ranks])
+        assert found == pytest.approx(losses, rel=1e-4)
+    assert len({loss for losses in trained.optimized.losses for loss in losses}) > len(trained.losses)
+    assert same_on_all(ranks)
+    weights = whole_of(ranks)
+    assert weights.keys() == trained.optimized.weights.keys()
+    for name, weight in trained.optimized.weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_norm_of_gradients_counts_each_experts_once(trained: Trained, kind: str) -> None:
+    for rank in optimized(trained, kind):
+        assert rank.norms == pytest.approx(trained.optimized.norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_beside_the_distributed_optimizer_changes_no_bit(trained: Trained, kind: str) -> None:
+    for rank in trained.of_two[kind]:
+        assert rank["optimized_same"] and all(bytes_out > 0 for bytes_out in rank["optimized_moved"])
 
 
 @pytest.mark.parametrize("of_theirs", [{}, {"moe_grouped_gemm": False}], ids=["our experts", "Megatron-core's"])

@@ -130,6 +130,23 @@ def test_delayed_wgrad_gives_the_same_gradients_later(monkeypatch: pytest.Monkey
     assert_same_bits({n: v for n, v in expected.items() if "weight" in n}, weights)
 
 
+@pytest.mark.parametrize("single", [False, True], ids=["weights", "one-grouped-weight"])
+def test_delayed_wgrads_of_several_backwards_add_up(monkeypatch: pytest.MonkeyPatch, single: bool) -> None:
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    found = []
+    for delays in (False, True):
+        torch.manual_seed(0)
+        module = make_mlp(single_grouped_weight=single, delay_wgrad_compute=delays)
+        for seed in range(3):
+            x, sizes, scales = make_inputs(SPLITS, seed=seed)
+            module(x, sizes, scales, sizes).float().square().sum().backward()
+            for index in (2, 0):
+                module[index].backward_dw()
+        module[0].backward_dw()  # nothing is left
+        found.append({name: parameter.grad.clone() for name, parameter in module.named_parameters()})
+    assert_same_bits(*found)
+
+
 @pytest.mark.parametrize("bias", ["discrete", "grouped"])
 def test_one_grouped_weight_gives_the_gradients_of_many(monkeypatch: pytest.MonkeyPatch, bias: str) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")

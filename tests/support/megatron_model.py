@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 from te_offload import OffloadSession
 from te_offload.megatron import GroupedMLP
+from tests.support.megatron_on_cpu import Attention, Norm, on_the_cpu
 
 EXPERTS, HIDDEN, FFN, LAYERS, SEQUENCE, BATCH, WORDS = 4, 128, 128, 3, 64, 2, 128
 TOP = 2
@@ -33,16 +32,6 @@ def quietly() -> Iterator[None]:
         yield
 
 
-class _OnTheCpu(TorchFunctionMode):
-    """What is made on ``"cuda"`` is made on the CPU: Megatron-core's schedules and pipelines say so in places."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("device") == "cuda":
-            kwargs = kwargs | {"device": "cpu"}
-        return function(*args, **kwargs)
-
-
 @contextlib.contextmanager
 def groups(meeting: Path, device: str, rank: int = 0, ranks: int = 1, **sizes: int) -> Iterator[None]:
     """Megatron-core's groups, of this process alone if not told else.
@@ -50,34 +39,19 @@ def groups(meeting: Path, device: str, rank: int = 0, ranks: int = 1, **sizes: i
     Args:
         meeting: a file that is not there yet. sizes: of `initialize_model_parallel`.
     """
-    with pytest.MonkeyPatch.context() as patch, quietly():
+    with quietly():
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import layers
         from megatron.core.tensor_parallel import random as their_random
-        from megatron.core.transformer import transformer_block
         from megatron.core.transformer.moe import moe_utils
 
-        if device == "cpu":
-            patch.setattr(
-                torch.cuda, "current_device", lambda: torch.device("cpu")
-            )  # its router moves its weights there
-            patch.setattr(torch.cuda, "synchronize", lambda *_: None)
-            patch.setattr(transformer_block, "LayerNormImpl", _Norm)
-            patch.setattr(
-                their_random, "fp8_autocast", lambda **_: contextlib.nullcontext()
-            )  # asks what the GPU can do
-            patch.setattr(their_random, "_get_cuda_rng_state", lambda **_: None)  # of its checkpoints
-            patch.setattr(their_random, "_set_cuda_rng_state", lambda *_, **__: None)
-            patch.setattr(their_random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
-            if "tensor_model_parallel_size" not in sizes:  # nothing is reduced, and experts add their biases in place
-                patch.setattr(layers, "reduce_from_tensor_model_parallel_region", lambda x, **_: x.clone())
         backend = "gloo" if device == "cpu" else "nccl"
         dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=ranks)
         parallel_state.initialize_model_parallel(**sizes)
         if device != "cpu":
             their_random.model_parallel_cuda_manual_seed(1)
+        here = on_the_cpu(reduces="tensor_model_parallel_size" in sizes)
         try:
-            with _OnTheCpu() if device == "cpu" else contextlib.nullcontext():
+            with here if device == "cpu" else contextlib.nullcontext():
                 yield
         finally:
             their_random.get_cuda_rng_tracker().reset()
@@ -85,27 +59,6 @@ def groups(meeting: Path, device: str, rank: int = 0, ranks: int = 1, **sizes: i
             moe_utils.get_moe_layer_wise_logging_tracker().clear()  # by the number of layers
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-
-class _Norm(torch.nn.LayerNorm):
-    """For Megatron-core's of a CPU, which refuses to be sequence parallel."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-class _Attention(torch.nn.Module):
-    """For Megatron-core's core attention, which takes memory of a GPU."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
-        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return found.permute(2, 0, 1, 3).flatten(2)
 
 
 AGAIN: dict[str, dict[str, Any]] = {
@@ -161,8 +114,8 @@ def make_spec(device: str, config: Any) -> Any:
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**size)
     with quietly():
         spec = gpt_layer_specs.get_gpt_layer_local_spec(**size)
-    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=_Attention)
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _Norm
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=Attention)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     return spec
 
 
