@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.megatron_model import groups
+from tests.support.megatron_optimizer import Optimized, same_on_all, whole_of
 from tests.support.megatron_ranks import (
     KINDS,
     Trained,
@@ -51,6 +52,26 @@ def test_a_session_in_each_rank_changes_no_bit(trained: Trained, kind: str) -> N
     for rank in trained.of_two[kind]:
         assert rank["repeats"], "a step without offloading has other bits in its second run"
         assert rank["same"] == [True] * 3 and all(out > 0 for out, _ in rank["moved"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_the_distributed_optimizer_are_those_of_one_rank(trained: Trained, kind: str) -> None:
+    ranks = [Optimized(*rank["optimized"]) for rank in trained.of_two[kind]]
+    assert same_on_all(ranks)
+    for rank in ranks:
+        assert rank.norms == pytest.approx(trained.optimized.norms, rel=1e-2)
+    weights = whole_of(ranks)
+    assert weights.keys() == trained.optimized.weights.keys()
+    for name, start in trained.model.named_parameters():
+        expected = trained.optimized.weights[name].float()
+        error = (weights[name].float() - expected).norm() / (expected - start.float()).norm()
+        assert error < 0.1, (name, error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_beside_the_distributed_optimizer_changes_no_bit(trained: Trained, kind: str) -> None:
+    for rank in trained.of_two[kind]:
+        assert rank["optimized_same"] and all(bytes_out > 0 for bytes_out in rank["optimized_moved"])
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["our experts", "Megatron-core's"])

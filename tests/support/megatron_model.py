@@ -139,12 +139,18 @@ def names_taken(device: str, config: Any) -> dict[str, Any]:
 
 
 def make_model(
-    device: str, config: Any, *, ours: bool = True, of_model: dict[str, Any] | None = None, **keywords: Any
+    device: str,
+    config: Any,
+    *,
+    ours: bool = True,
+    experts: type[GroupedMLP] = GroupedMLP,
+    of_model: dict[str, Any] | None = None,
+    **keywords: Any,
 ) -> Any:
     """With `te_offload.megatron.GroupedMLP`, which takes the ``keywords``, or Megatron-core's own experts.
 
     Args:
-        of_model: of `GPTModel`: which chunk it is of a pipeline.
+        experts: ours. of_model: of `GPTModel`: which chunk it is of a pipeline.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -153,7 +159,7 @@ def make_model(
     place = of_model or {}
     spec = make_spec(device, config)
     if ours:
-        spec.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedMLP, params=keywords)
+        spec.submodules.mlp.submodules.experts = ModuleSpec(module=experts, params=keywords)
     return GPTModel(config, spec, WORDS, SEQUENCE, position_embedding_type="rope", **place).to(device)
 
 

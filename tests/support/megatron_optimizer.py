@@ -52,6 +52,7 @@ def optimize(chunks: list[Any], words: list[torch.Tensor], around: list[Any] | N
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         delay_wgrad_compute=config.delay_wgrad_compute,
+        bucket_size=50_000,  # several: the experts' parameters are not there when the first layer's are
     )
     parallel = [
         DistributedDataParallel(config, of_parallel, chunk, disable_bucketing=number > 0)

@@ -10,6 +10,7 @@ session and in one, and write what each found (``KIND0.pt``, ``KIND1.pt``) and a
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from te_offload import OffloadSession
+from te_offload.megatron import GroupedMLP
 from tests.support.megatron_model import groups, make_model
 from tests.support.megatron_optimizer import optimize
 from tests.support.megatron_steps import batches, config_of, step
@@ -93,11 +95,21 @@ def save(chunks: list[Any], folder: Path) -> None:
     dist_checkpointing.save(checkpoint(chunks), str(folder))
 
 
+class _IntoMainGrad(GroupedMLP):
+    """Its ops add to ``main_grad`` themselves. Its own ``config`` says so: Megatron-core's output layer would need Apex."""
+
+    def __init__(self, number: int, config: Any, *args: Any, **keywords: Any) -> None:
+        config = copy.copy(config)
+        config.gradient_accumulation_fusion = True
+        super().__init__(number, config, *args, **keywords)
+
+
 def chunks_of(device: str, kind: Kind, like: list[Any] | None = None) -> list[Any]:
-    """A rank's. ``like``: others of this rank, whose weights they take."""
+    """A rank's. ``like``: others of this rank, whose weights they take; their wgrads go into a buffer."""
     from megatron.core import parallel_state
 
     config = config_of(device, **kind.sizes, **kind.settings)
+    experts = GroupedMLP if like is None else _IntoMainGrad
     virtual = kind.sizes.get("virtual_pipeline_model_parallel_size")
     chunks = []
     for number in range(virtual or 1):
@@ -107,7 +119,8 @@ def chunks_of(device: str, kind: Kind, like: list[Any] | None = None) -> list[An
             )
             for end, which in (("pre_process", "first"), ("post_process", "last"))
         }
-        chunks.append(make_model(device, config, of_model={**ends, "vp_stage": number if virtual else None}))
+        place = {**ends, "vp_stage": number if virtual else None}
+        chunks.append(make_model(device, config, experts=experts, of_model=place))
     for chunk, other in zip(chunks, like or (), strict=bool(like)):
         chunk.load_state_dict(other.state_dict())
     return chunks
