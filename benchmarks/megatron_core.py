@@ -9,7 +9,7 @@ by our ops themselves. A step is one microbatch in `get_forward_backward_func()`
 idle GPU, without the optimizer; all ways take their turns in each round. The manager of Megatron-core's
 ``fine_grained_activation_offloading`` has its warm-up behind it, and each way one of its own. ``bits``: whether the loss,
 and the sum of the bits of every gradient, are those of the same experts without offloading. ``peak`` is over what torch
-had allocated at the step's begin, of which ``between steps`` is this way's own: quantized weights that are not made again.
+had allocated at the step's begin; ``between steps`` is what is freed when a way is let go of: quantized weights that it kept.
 """
 
 from __future__ import annotations
@@ -233,7 +233,6 @@ def warmed_up(
     """A way and its row, but for its times: loss, bits against those that are ``kept``, bytes; or why it fails."""
     row: dict[str, Any] = {**way._asdict(), "ms": []}
     gc.collect()
-    at_first = torch.cuda.memory_allocated()
     try:
         variant = make(way)
         for _ in range(WARM):
@@ -250,7 +249,6 @@ def warmed_up(
     except (RuntimeError, ValueError) as error:  # of what Transformer Engine cannot multiply, Megatron-core not combine
         return None, {**row, "error": str(error).splitlines()[0]}
     row["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-    row["between_bytes"] = before - at_first
     expected, of_expected = kept.setdefault(variant.way.ours, (loss, gradients))
     same = torch.equal(loss, expected) and all(map(torch.equal, gradients, of_expected))
     return variant, {**row, "loss": loss.item(), "same_bits": same}
@@ -284,6 +282,7 @@ def measure(shape: Shape, fp8: str | None, rounds: int, only: Sequence[str]) -> 
     ]
     rows = [row for _, row in found]
     running = [(variant, row) for variant, row in found if variant is not None]
+    found.clear()
     gc.collect()
     gc.freeze()
     gc.disable()  # as Megatron-LM (--manual-gc) trains: garbage is collected between steps
@@ -296,10 +295,16 @@ def measure(shape: Shape, fp8: str | None, rounds: int, only: Sequence[str]) -> 
             variant.step()
             torch.cuda.synchronize()
             row["ms"].append((time.perf_counter() - begin) * 1e3)
-    for variant, row in running:
+    gc.unfreeze()
+    while running:
+        variant, row = running.pop()
         row["bytes_out"] = variant.bytes_out()
         if variant.session is not None:
             variant.session.close()
+        before = torch.cuda.memory_allocated()
+        del variant
+        gc.collect()
+        row["between_bytes"] = before - torch.cuda.memory_allocated()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return rows
@@ -360,7 +365,7 @@ def main() -> None:
     rows = measure(shape, arguments.fp8, arguments.rounds, arguments.only)
     print("\n" + table(shape, arguments.fp8, rows), flush=True)
     if arguments.json:
-        found = {"schema": "1.1", "setting": head, "shape": shape._asdict(), "fp8": arguments.fp8, "results": rows}
+        found = {"schema": "1.2", "setting": head, "shape": shape._asdict(), "fp8": arguments.fp8, "results": rows}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
