@@ -9,7 +9,7 @@ by our ops themselves. A step is one microbatch in `get_forward_backward_func()`
 idle GPU, without the optimizer; all ways take their turns in each round. The manager of Megatron-core's
 ``fine_grained_activation_offloading`` has its warm-up behind it, and each way one of its own. ``bits``: whether the loss,
 and the sum of the bits of every gradient, are those of the same experts without offloading. ``peak`` is over what torch
-had allocated at the step's begin; ``between steps`` is what is freed when a way is let go of: quantized weights that it kept.
+had allocated at the step's begin; ``between steps`` is what is freed with a way: quantized weights that it kept.
 """
 
 from __future__ import annotations
