@@ -102,15 +102,15 @@ class BlockPass:
         """Nothing: scales are saved with the numbers that they are of."""
         return None, None, None
 
-    def fc1(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """The activation's input."""
+    def fc1(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """The activation's input, if the backward needs it from here."""
         assert self._rows is not None and self._router is not None
         offsets = self._offsets1, self._offsets2
         act_input, self._rows = self._kernels.fc1_blocks(
             self._rows, self._weights1, bias, self._router, offsets, dtype, self._scaling2.input, self._counts.fc1
         )
         self._weights1 = BlockWeights(None, self._weights1.columns)
-        return act_input
+        return act_input if self._backward and not self._again else None
 
     def fc2(self, bias: torch.Tensor | None, bias_scales: torch.Tensor | None, out: torch.Tensor) -> None:
         """FC2, after FC1; the weights as the forward reads them are not needed any more."""

@@ -107,13 +107,13 @@ class Fp8Pass:
         one, two, three = (None if of is None else of.view(torch.int32) for of in (self._x.inverses, *of_again))
         return one, two, three
 
-    def fc1(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """The activation's input."""
+    def fc1(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """The activation's input, if the backward needs it from here."""
         assert self._x is not None and self._router is not None
-        kernels = self._kernels
+        kernels, stores = self._kernels, self._backward and not self._again
         if self._scaling2.input.given is not None and self._offsets2 is self._offsets1:
             weights = self._quantize_weights2()
-            act_input, self._hidden = kernels.fc1_given(
+            stored, self._hidden = kernels.fc1_given(
                 self._x,
                 self._weights1,
                 bias,
@@ -122,11 +122,12 @@ class Fp8Pass:
                 dtype,
                 self._scaling2.input,
                 weights.inverses,
+                stores=stores,
                 fast=True,
                 count=self._counts.fc1,
             )
             self._let_go_of_fc1()
-            return act_input
+            return stored
         act_input, magnitudes = kernels.fc1_fp8(
             self._x, self._weights1, bias, self._router, self._offsets1, dtype, fast=True, count=self._counts.fc1
         )
@@ -143,7 +144,7 @@ class Fp8Pass:
             magnitudes=magnitudes,
             router=self._router,
         )
-        return act_input
+        return act_input if stores else None
 
     def _quantize_weights2(self) -> QuantizedWeights:
         self._weights2 = _weights(

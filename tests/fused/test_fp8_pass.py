@@ -432,3 +432,25 @@ def test_only_delayed_scaling_quantizes_fc2s_input_in_fc1s_pass(
         module(x, sizes, scales, sizes.clone() if apart else sizes)
     assert_all_fused(module)
     assert calls == (["one pass"] if recipe == "delayed" and not apart else [])
+
+
+@pytest.mark.parametrize(("way", "stores"), [("training", True), ("FC1 again", False), ("evaluation", False)])
+def test_delayed_scalings_fc1_stores_its_output_only_for_a_backward_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch, way: str, stores: bool
+) -> None:
+    found: list[bool] = []
+    given = ReferenceFp8Kernels.fc1_given
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        act_input, rows = given(self, *args, **options)
+        found.append(act_input is not None)
+        return act_input, rows
+
+    monkeypatch.setattr(ReferenceFp8Kernels, "fc1_given", noted)
+    module = mlp()
+    module[1].recompute_act_input = way == "FC1 again"
+    x, sizes, scales = make_inputs(SPLITS, HIDDEN, dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=RECIPES["delayed"]), torch.set_grad_enabled(way != "evaluation"):
+        module(x, sizes, scales, sizes)
+    assert_all_fused(module)
+    assert found == [stores]

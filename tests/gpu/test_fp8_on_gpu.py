@@ -193,18 +193,23 @@ def test_fc1_with_given_scales_stores_the_numbers_that_the_quantizer_makes(
     w1 = kernels.quantize_weights(kernels.prepare("w1", weights), Scaling(torch.float8_e4m3fn))
     rows = kernels.quantize(x, offsets, Scaling(torch.float8_e4m3fn), weights=w1.inverses)
     given = torch.tensor([20.0, 300.0, 7.5, 33.0], device="cuda")  # the second one saturates
-    one, other = (Scaling(torch.float8_e4m3fn, given=given, kept=torch.zeros(4, device="cuda")) for _ in range(2))
-    act_input, hidden = kernels.fc1_given(rows, w1, biases, router, offsets, dtype, one, w1.inverses, fast=True)
+    one, other, another = (
+        Scaling(torch.float8_e4m3fn, given=given, kept=torch.zeros(4, device="cuda")) for _ in range(3)
+    )
+    of_given = rows, w1, biases, router, offsets, dtype
+    act_input, hidden = kernels.fc1_given(*of_given, one, w1.inverses, stores=True, fast=True)
+    nothing, same = kernels.fc1_given(*of_given, another, w1.inverses, stores=False, fast=True)
     expected, magnitudes = kernels.fc1_fp8(rows, w1, biases, router, offsets, dtype, fast=True)
     quantized = kernels.quantize(expected, offsets, other, weights=w1.inverses, magnitudes=magnitudes, router=router)
     used = slice(sum(splits))
-    assert torch.equal(act_input[used], expected[used])
-    assert hidden.rows is not None and quantized.rows is not None
-    assert torch.equal(hidden.rows[used].view(torch.uint8), quantized.rows[used].view(torch.uint8))
+    assert act_input is not None and torch.equal(act_input[used], expected[used]) and nothing is None
+    assert quantized.rows is not None
+    for found in (hidden.rows, same.rows):
+        assert found is not None and torch.equal(found[used].view(torch.uint8), quantized.rows[used].view(torch.uint8))
     assert hidden.factors is not None and quantized.factors is not None
     assert torch.equal(hidden.factors[used], quantized.factors[used])
-    assert one.kept is not None and other.kept is not None
-    assert torch.equal(one.kept, other.kept) and bool((one.kept > 0).all())
+    assert one.kept is not None and other.kept is not None and another.kept is not None
+    assert torch.equal(one.kept, other.kept) and torch.equal(one.kept, another.kept) and bool((one.kept > 0).all())
 
 
 @pytest.mark.parametrize("what", ["zero", "infinite", "not a number", "tiny", "huge", "usual"])

@@ -200,7 +200,8 @@ def compile_fp8(activation: Activation, tokens: int, tiles: Choice = tile_for) -
     plain = activation == SquaredReLU()
     if plain:  # else it is two passes
         given = x, of_fc1, None, scales, offsets, torch.bfloat16, delayed, x.inverses
-        kernels.fc1_given(*given, fast=True, count=count)
+        for stores in (True, False):
+            kernels.fc1_given(*given, stores=stores, fast=True, count=count)
     dact_input, *_, orders = kernels.fc2_dgrad_fp8(dy, of_fc2, act_input, scales, offsets, fast=False)
     others = in_others(kernels, activation, tokens)
     for other in others:

@@ -145,13 +145,15 @@ class Fp8Kernels(Kernels, Protocol):
         scaling: Scaling,
         others: torch.Tensor,
         *,
+        stores: bool,
         fast: bool,
         count: TileCount | None = None,
-    ) -> tuple[torch.Tensor, QuantizedRows]:
+    ) -> tuple[torch.Tensor | None, QuantizedRows]:
         """`fc1_fp8`, and `quantize` of what the activation makes of it, in one pass where scales are known beforehand.
 
         Args:
             scaling: of FC2's input, delayed. others: (N,) inverse scales of the weights that it meets.
+            stores: act_input; otherwise there is none.
         """
 
     def linear_fp8(

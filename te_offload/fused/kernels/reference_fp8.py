@@ -128,14 +128,14 @@ class ReferenceFp8Kernels(ReferenceKernels):
         scaling: Scaling,
         others: torch.Tensor,
         *,
+        stores: bool,
         fast: bool,
         count: TileCount | None = None,
-    ) -> tuple[torch.Tensor, QuantizedRows]:
+    ) -> tuple[torch.Tensor | None, QuantizedRows]:
         """See `Fp8Kernels.fc1_given`."""
         act_input, magnitudes = self.fc1_fp8(x, weights, bias, router, offsets, dtype, fast=fast)
-        return act_input, self.quantize(
-            act_input, offsets, scaling, weights=others, magnitudes=magnitudes, router=router
-        )
+        rows = self.quantize(act_input, offsets, scaling, weights=others, magnitudes=magnitudes, router=router)
+        return act_input if stores else None, rows
 
     def linear_fp8(
         self,

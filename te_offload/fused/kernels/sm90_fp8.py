@@ -116,7 +116,8 @@ class Sm90Fp8Kernels(Sm90Kernels):
         count: TileCount | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Fp8Kernels.fc1_fp8`."""
-        return self._fc1(x, weights, bias, scales, offsets, dtype, {}, count, fast=fast)
+        act_input = torch.empty(x.scales.shape[0], weights.rows.view.shape[1], dtype=dtype, device=offsets.device)
+        return act_input, self._fc1(act_input, x, weights, bias, scales, offsets, dtype, {}, count, fast=fast)
 
     @property
     def _two_passes(self) -> bool:
@@ -134,25 +135,27 @@ class Sm90Fp8Kernels(Sm90Kernels):
         scaling: Scaling,
         others: torch.Tensor,
         *,
+        stores: bool,
         fast: bool,
         count: TileCount | None = None,
-    ) -> tuple[torch.Tensor, QuantizedRows]:
+    ) -> tuple[torch.Tensor | None, QuantizedRows]:
         """See `Fp8Kernels.fc1_given`."""
         if self._two_passes:
-            act_input, magnitudes = self.fc1_fp8(x, weights, bias, router, offsets, dtype, fast=fast, count=count)
-            return act_input, self.quantize(
-                act_input, offsets, scaling, weights=others, magnitudes=magnitudes, router=router
-            )
+            wide, magnitudes = self.fc1_fp8(x, weights, bias, router, offsets, dtype, fast=fast, count=count)
+            found = self.quantize(wide, offsets, scaling, weights=others, magnitudes=magnitudes, router=router)
+            return wide if stores else None, found
         tokens, columns, device = x.scales.shape[0], weights.rows.view.shape[1], offsets.device
         inverses, scales, factors = fp8.given_scales(offsets, scaling, weights=others, rows=tokens)
         fc2_input = torch.empty(tokens, columns, dtype=scaling.dtype, device=device)
         given = {"fp8_scale": scales, "fc2_input": fc2_input}
-        act_input, magnitudes = self._fc1(x, weights, bias, router, offsets, dtype, given, count, fast=fast)
+        act_input = torch.empty(tokens, columns, dtype=dtype, device=device) if stores else None
+        magnitudes = self._fc1(act_input, x, weights, bias, router, offsets, dtype, given, count, fast=fast)
         fp8.keep_magnitudes(magnitudes, offsets, scaling, dtype)
         return act_input, QuantizedRows(fc2_input, None, scales, inverses, factors)
 
     def _fc1(
         self,
+        act_input: torch.Tensor | None,
         x: QuantizedRows,
         weights: QuantizedWeights,
         bias: torch.Tensor | None,
@@ -163,19 +166,20 @@ class Sm90Fp8Kernels(Sm90Kernels):
         count: TileCount | None,
         *,
         fast: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``act_input``, and the activation's magnitudes. ``given``: for the activation in FP8; empty: it is not stored."""
+    ) -> torch.Tensor:
+        """The activation's magnitudes. ``act_input``: is written, if there is one. ``given``: for the activation in FP8;
+        empty: it is not stored.
+        """
         assert x.rows is not None and x.factors is not None
-        tokens, columns = x.rows.shape[0], weights.rows.view.shape[1]
-        act_input = torch.empty(tokens, columns, dtype=dtype, device=x.rows.device)
+        columns = weights.rows.view.shape[1]
         way = self._fc1_way(dtype, bias=bias is not None, given=bool(given), fast=fast)
         tile = self._tile(way.product, x.rows, weights.rows, columns)
-        magnitudes = _parts(act_input, tile)
+        magnitudes = _parts(x.rows, tile, columns)
         values = {"factor": x.factors, "scale": router, **given, "magnitude": magnitudes, **self._numbers()}
         if bias is not None:
             values["bias"] = self._as_read(bias)
         self._multiply(way.kernel, tile, x.rows, weights.rows, act_input, None, values, offsets, count, **way.more)
-        return act_input, magnitudes
+        return magnitudes
 
     def _fc1_way(self, dtype: torch.dtype, *, bias: bool, given: bool, fast: bool) -> Way:
         tanh = "" if self._activation.clamp is None else "Tanh"
@@ -234,7 +238,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         way, tiled = self._dact_way(fast=fast), self._tiled(act_input)
         tile = self._tile(way.product, dy.rows, weights.columns, tiled.shape[1])
         dact_input = torch.empty_like(act_input)
-        magnitudes, parts = _parts(tiled, tile), _parts(tiled, tile)
+        magnitudes, parts = (_parts(tiled, tile, tiled.shape[1]) for _ in range(2))
         values = {"factor": dy.factors, "scale": scales, "dscale": parts, "magnitude": magnitudes, **self._numbers()}
         count = self._backward_count(offsets)
         given = dy.rows, weights.columns, dact_input, act_input, values, offsets, count
@@ -272,7 +276,7 @@ class Sm90Fp8Kernels(Sm90Kernels):
         tile: Tile,
         a: torch.Tensor,
         weights: Experts,
-        d: torch.Tensor,
+        d: torch.Tensor | None,
         c: torch.Tensor | None,
         values: dict[str, Any],
         offsets: torch.Tensor,
@@ -291,6 +295,6 @@ def product_name(fast: bool) -> str:
     return "fp8 fast" if fast else "fp8 split"
 
 
-def _parts(of: torch.Tensor, tile: Tile) -> torch.Tensor:
+def _parts(rows: torch.Tensor, tile: Tile, columns: int) -> torch.Tensor:
     """A number for each row and column of tiles."""
-    return torch.empty(of.shape[0], tile.parts(of.shape[1]), dtype=torch.float32, device=of.device)
+    return torch.empty(rows.shape[0], tile.parts(columns), dtype=torch.float32, device=rows.device)
