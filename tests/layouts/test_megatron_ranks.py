@@ -13,6 +13,7 @@ from tests.support.megatron_model import groups, make_model, name_in_ours
 from tests.support.megatron_optimizer import Optimized, same_on_all, whole_of
 from tests.support.megatron_ranks import (
     KINDS,
+    SHARDED,
     Trained,
     gradients_of_the_whole,
     load,
@@ -57,7 +58,7 @@ def test_a_session_in_each_rank_changes_no_bit(trained: Trained, kind: str) -> N
 
 
 def optimized(trained: Trained, kind: str) -> list[Optimized]:
-    return [Optimized(*rank["optimized"]) for rank in trained.of_two[kind]]
+    return [Optimized(*rank["optimized"]["found"]) for rank in trained.of_two[kind]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +84,23 @@ def test_the_norm_of_gradients_counts_each_experts_once(trained: Trained, kind: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_beside_the_distributed_optimizer_changes_no_bit(trained: Trained, kind: str) -> None:
     for rank in trained.of_two[kind]:
-        assert rank["optimized_same"] and all(bytes_out > 0 for bytes_out in rank["optimized_moved"])
+        found = rank["optimized"]
+        assert found["same"] and all(bytes_out > 0 for bytes_out in found["moved"])
+
+
+def test_steps_that_megatrons_fsdp_shards_are_those_of_one_rank(trained: Trained) -> None:
+    ranks = [Optimized(*rank["sharded"]["found"]) for rank in trained.of_two["data parallel"]]
+    for number, expected in enumerate(trained.optimized.losses):
+        found = losses_of_the_whole("data parallel", [rank.losses[number] for rank in ranks])
+        assert found == pytest.approx(expected, rel=1e-4)
+    assert all(rank.norms == pytest.approx(trained.optimized.norms, rel=1e-4) for rank in ranks)
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_a_session_beside_megatrons_fsdp_changes_no_bit(trained: Trained, kind: str) -> None:
+    for rank in trained.of_two[kind]:
+        found = rank["sharded"]
+        assert found["same"] and all(bytes_out > 0 for bytes_out in found["moved"])
 
 
 @pytest.mark.parametrize("of_theirs", [{}, {"moe_grouped_gemm": False}], ids=["our experts", "Megatron-core's"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 
@@ -39,15 +40,25 @@ class Attention(torch.nn.Module):
 
 
 class _OnTheCpu(TorchFunctionMode):
-    """What is made on ``"cuda"`` is made on the CPU, and a tensor there says ``torch.cuda.FloatTensor`` of itself."""
+    """``"cuda"`` is the CPU: what is made there, the device itself, and what a tensor says its type is."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("device") == "cuda":
             kwargs = kwargs | {"device": "cpu"}
+        if function is torch.device and str(args[0]).startswith("cuda"):
+            args = ("cpu",)
         found = function(*args, **kwargs)
         is_name = function is torch.Tensor.type and isinstance(found, str)
         return found.replace("torch.", "torch.cuda.") if is_name else found
+
+
+class _CpuMesh(DeviceMesh):
+    """Of the CPU, whatever it is asked for."""
+
+    @staticmethod
+    def from_group(group: Any, device_type: str, *args: Any, **keywords: Any) -> DeviceMesh:
+        return DeviceMesh.from_group(group, "cpu", *args, **keywords)
 
 
 class _Stream:
@@ -65,6 +76,7 @@ class _Stream:
 def on_the_cpu(*, reduces: bool) -> Iterator[None]:
     """Have Megatron-core run on the CPU. ``reduces``: tensor parallelism does, so that its results are of new memory."""
     from megatron.core import optimizer, utils
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import layers
     from megatron.core.tensor_parallel import random as their_random
@@ -94,6 +106,7 @@ def on_the_cpu(*, reduces: bool) -> Iterator[None]:
         patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         patch.setattr(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
         patch.setattr(dist, "all_to_all_single", with_numbers)  # its dispatcher has tensors of them
+        patch.setattr(mcore_fsdp_adapter, "DeviceMesh", _CpuMesh)
         patch.setattr(transformer_block, "LayerNormImpl", Norm)
         patch.setattr(their_random, "fp8_autocast", lambda **_: contextlib.nullcontext())  # asks what the GPU can do
         patch.setattr(their_random, "_get_cuda_rng_state", lambda **_: None)  # of its checkpoints

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_offload import OffloadSession
-from tests.support.megatron_steps import step, whole, whole_name
+from tests.support.megatron_steps import run, whole, whole_name
 
 STEPS, CLIP = 3, 0.5
 
@@ -22,7 +22,8 @@ class Optimized(NamedTuple):
 
     Attributes:
         losses: of every step's microbatches, where this rank has them. norms: the whole model's, a number a step.
-        weights: by names of the whole model, each whole. moved: bytes out in each step, if there was a session.
+        weights: by names of the whole model, each whole; where there are shards, this rank's. moved: bytes out in each
+            step, if there was a session.
     """
 
     losses: list[list[float]]
@@ -36,27 +37,34 @@ class Optimized(NamedTuple):
         return same and (self.losses, self.norms) == (other.losses, other.norms)
 
 
-def optimize(chunks: list[Any], words: list[torch.Tensor], around: list[Any] | None = None) -> Optimized:
-    """Train some steps. ``around``: what a session is around."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+def optimize(
+    chunks: list[Any], words: list[torch.Tensor], around: list[Any] | None = None, *, shards: bool = False
+) -> Optimized:
+    """Train some steps.
+
+    Args:
+        around: what a session is around. shards: by Megatron's FSDP, parameters and gradients too.
+    """
+    from megatron.core import distributed
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = chunks[0].config
-    of_parallel = DistributedDataParallelConfig(
+    of_parallel = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         delay_wgrad_compute=config.delay_wgrad_compute,
         bucket_size=50_000,  # several: the experts' parameters are not there when the first layer's are
+        use_megatron_fsdp=shards,
+        data_parallel_sharding_strategy="optim_grads_params" if shards else "no_shard",
+        gradient_reduce_div_fusion=words[0].is_cuda,  # of NCCL
     )
+    kind: Any = FullyShardedDataParallel if shards else distributed.DistributedDataParallel
+    device = {"device": next(chunks[0].parameters()).device} if shards else {}
     parallel = [
-        DistributedDataParallel(config, of_parallel, chunk, disable_bucketing=number > 0)
-        for number, chunk in enumerate(chunks)
+        kind(config, of_parallel, chunk, disable_bucketing=number > 0, **device) for number, chunk in enumerate(chunks)
     ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -74,7 +82,7 @@ def optimize(chunks: list[Any], words: list[torch.Tensor], around: list[Any] | N
     )
     syncs = [each.no_sync for each in parallel]
     config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = distributed.finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     session = None if around is None else OffloadSession(around, min_bytes=1024)
     found = Optimized([], [], {}, [])
@@ -83,7 +91,7 @@ def optimize(chunks: list[Any], words: list[torch.Tensor], around: list[Any] | N
             each.zero_grad_buffer()
         optimizer.zero_grad()
         with contextlib.nullcontext() if session is None else session.step():
-            losses, _ = step(parallel, words)
+            losses = run(parallel, words)
         if session is not None:
             found.moved.append(session.records[-1].bytes_out)
         done, norm, _ = optimizer.step()
@@ -91,9 +99,15 @@ def optimize(chunks: list[Any], words: list[torch.Tensor], around: list[Any] | N
         found.losses.append(losses)
         found.norms.append(norm)
     for each in parallel:
-        each.disable_forward_pre_hook()  # waits for the last step's weights
+        if not shards:
+            each.disable_forward_pre_hook()  # waits for the last step's weights
     if session is not None:
         session.close()
+    if shards:
+        for each in parallel:
+            of_rank = each.param_and_grad_buffer.optimizer_named_parameters
+            found.weights.update({name: shard.to_local().detach().clone() for name, shard in of_rank})
+        return found
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             found.weights[whole_name(chunk, name)] = whole(name, parameter, parameter.detach().clone())

@@ -73,6 +73,8 @@ KINDS = {
     ),
 }
 
+SHARDED = ("data parallel", "expert parallel")  # by Megatron's FSDP, too
+
 
 def checkpoint(chunks: list[Any]) -> dict[str, Any]:
     return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
@@ -155,18 +157,21 @@ def rank_of_two(rank: int, device: str, name: str, folder: Path) -> None:
                 same.append(is_same(found))
                 moved.append((session.records[-1].bytes_out, session.records[-1].bytes_back))
         save(chunks, folder / name)
-        plain = optimize(chunks_of(device, kind, chunks), words)
-        others = chunks_of(device, kind, chunks)
-        in_session = optimize(others, words, offloaded(kind, others))
+
+        def optimized(*, shards: bool) -> dict[str, Any]:
+            plain, others = chunks_of(device, kind, chunks), chunks_of(device, kind, chunks)
+            found = optimize(plain, words, shards=shards)
+            in_session = optimize(others, words, offloaded(kind, others), shards=shards)
+            return {"found": tuple(found), "same": in_session.has_bits_of(found), "moved": in_session.moved}
+
         found_here = {
             "losses": losses,
             "gradients": gradients,
             "repeats": repeats,
             "same": same,
             "moved": moved,
-            "optimized": tuple(plain),
-            "optimized_same": in_session.has_bits_of(plain),
-            "optimized_moved": in_session.moved,
+            "optimized": optimized(shards=False),
+            "sharded": optimized(shards=True) if name in SHARDED else None,
         }
         torch.save(found_here, folder / f"{name}{rank}.pt")
 

@@ -29,8 +29,8 @@ def batches(device: str, rank: int = 0, ranks: int = 1) -> list[torch.Tensor]:
     return list(words[rank::ranks].to(device))
 
 
-def step(chunks: list[Any], words: list[torch.Tensor]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses, where this rank has them, and gradients by names of the whole model."""
+def run(chunks: list[Any], words: list[torch.Tensor]) -> list[float]:
+    """Forwards and backwards of all microbatches; the losses, where this rank has them."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     positions = torch.arange(SEQUENCE, device=words[0].device).expand(BATCH, SEQUENCE)
@@ -55,13 +55,19 @@ def step(chunks: list[Any], words: list[torch.Tensor]) -> tuple[list[float], dic
         micro_batch_size=BATCH,
         forward_only=False,
     )
+    return [each["loss"].item() for each in done]
+
+
+def step(chunks: list[Any], words: list[torch.Tensor]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """`run`, and gradients by names of the whole model."""
+    losses = run(chunks, words)
     gradients = {
         whole_name(chunk, name): whole(name, parameter, parameter.grad.clone(), sums=True)
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
         if parameter.grad is not None
     }
-    return [each["loss"].item() for each in done], gradients
+    return losses, gradients
 
 
 def whole(name: str, parameter: Any, part: torch.Tensor, *, sums: bool = False) -> torch.Tensor:
