@@ -9,6 +9,7 @@ Does not: shard an expert over ranks (expert tensor parallelism); import Megatro
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -38,6 +39,8 @@ class GroupedMLP(te.ops.Sequential):
         recompute_act_input, act_input_dtype: as of `te_offload.ops.ScaledSwiGLU`.
         keep_quantized_weight: as of `te_offload.ops.GroupedLinear`.
 
+    Warns where ``recompute_modules`` has ``moe_act``, which changes nothing here.
+
     Raises:
         UnsupportedError: a setting that this module would not compute as Megatron-core does; all of them are named.
         ArgumentError: a slot of another name.
@@ -57,6 +60,12 @@ class GroupedMLP(te.ops.Sequential):
         keep_quantized_weight: bool = True,
     ) -> None:
         _check_settings(config)
+        if config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ()):
+            warnings.warn(
+                "te_offload.megatron.GroupedMLP: recompute_modules has moe_act, which changes nothing here. Fused, no FC2 "
+                "input is saved that could be computed again; op by op it is saved, for a session to offload.",
+                stacklevel=2,
+            )
         if unknown := sorted(set(no_offload_activation) - _OP_OF_SLOT.keys()):
             raise ArgumentError(
                 f"GroupedMLP: no_offload_activation has {', '.join(unknown)}, but slots are {', '.join(_OP_OF_SLOT)}."

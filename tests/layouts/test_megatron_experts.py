@@ -99,6 +99,13 @@ def test_shards_in_checkpoints_are_those_of_megatron_cores(
     assert expected and shards(ours(config)) == expected
 
 
+def test_an_activation_that_is_to_be_computed_again_is_warned_of() -> None:
+    config = config_of(recompute_granularity="selective", recompute_modules=["moe_act"])
+    with pytest.warns(UserWarning, match="moe_act, which changes nothing here"):
+        ours(config)
+    ours(config_of(recompute_granularity="selective", recompute_modules=["layernorm"]))
+
+
 def test_making_it_takes_no_random_numbers_but_for_its_weights() -> None:
     numbers = []
     for fills in (True, False):
