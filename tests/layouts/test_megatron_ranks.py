@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.megatron_model import groups, make_model, name_in_ours
-from tests.support.megatron_optimizer import Optimized, same_on_all, whole_of
+from tests.support.megatron_optimizer import same_on_all, whole_of
 from tests.support.megatron_ranks import (
     KINDS,
     SHARDED,
@@ -57,17 +57,10 @@ def test_a_session_in_each_rank_changes_no_bit(trained: Trained, kind: str) -> N
         assert rank["same"] == [True] * 3 and all(out == back > 0 for out, back in rank["moved"])
 
 
-def optimized(trained: Trained, kind: str) -> list[Optimized]:
-    return [Optimized(*rank["optimized"]["found"]) for rank in trained.of_two[kind]]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_of_the_distributed_optimizer_are_those_of_one_rank(trained: Trained, kind: str) -> None:
-    ranks = optimized(trained, kind)
-    for number, losses in enumerate(trained.optimized.losses):
-        found = losses_of_the_whole(kind, [rank.losses[number] for rank in ranks])
-        assert found == pytest.approx(losses, rel=1e-4)
-    assert len({loss for losses in trained.optimized.losses for loss in losses}) > len(trained.losses)
+    ranks = trained.optimized_on_two(kind)
+    trained.assert_losses_of_one(kind, ranks, rel=1e-4)
     assert same_on_all(ranks)
     weights = whole_of(ranks)
     assert weights.keys() == trained.optimized.weights.keys()
@@ -77,30 +70,23 @@ def test_steps_of_the_distributed_optimizer_are_those_of_one_rank(trained: Train
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_norm_of_gradients_counts_each_experts_once(trained: Trained, kind: str) -> None:
-    for rank in optimized(trained, kind):
-        assert rank.norms == pytest.approx(trained.optimized.norms, rel=1e-4)
+    trained.assert_norms_of_one(trained.optimized_on_two(kind), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_beside_the_distributed_optimizer_changes_no_bit(trained: Trained, kind: str) -> None:
-    for rank in trained.of_two[kind]:
-        found = rank["optimized"]
-        assert found["same"] and all(bytes_out > 0 for bytes_out in found["moved"])
+    trained.assert_same_in_a_session(kind)
 
 
 def test_steps_that_megatrons_fsdp_shards_are_those_of_one_rank(trained: Trained) -> None:
-    ranks = [Optimized(*rank["sharded"]["found"]) for rank in trained.of_two["data parallel"]]
-    for number, expected in enumerate(trained.optimized.losses):
-        found = losses_of_the_whole("data parallel", [rank.losses[number] for rank in ranks])
-        assert found == pytest.approx(expected, rel=1e-4)
-    assert all(rank.norms == pytest.approx(trained.optimized.norms, rel=1e-4) for rank in ranks)
+    ranks = trained.optimized_on_two("data parallel", "sharded")
+    trained.assert_losses_of_one("data parallel", ranks, rel=1e-4)
+    trained.assert_norms_of_one(ranks, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", SHARDED)
 def test_a_session_beside_megatrons_fsdp_changes_no_bit(trained: Trained, kind: str) -> None:
-    for rank in trained.of_two[kind]:
-        found = rank["sharded"]
-        assert found["same"] and all(bytes_out > 0 for bytes_out in found["moved"])
+    trained.assert_same_in_a_session(kind, "sharded")
 
 
 @pytest.mark.parametrize("of_theirs", [{}, {"moe_grouped_gemm": False}], ids=["our experts", "Megatron-core's"])

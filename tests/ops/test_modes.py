@@ -147,6 +147,27 @@ def test_delayed_wgrads_of_several_backwards_add_up(monkeypatch: pytest.MonkeyPa
     assert_same_bits(*found)
 
 
+def test_a_hook_that_takes_the_delayed_wgrads_leaves_what_was_there_before() -> None:
+    module = make_mlp(delay_wgrad_compute=True)
+    x, sizes, scales = make_inputs(SPLITS)
+    module(x, sizes, scales, sizes).float().square().sum().backward()
+    weights = [getattr(module[0], f"weight{expert}") for expert in range(len(SPLITS))]
+    before = [torch.ones_like(weight) for weight in weights]
+    taken: list[torch.Tensor | None] = []
+
+    def take() -> None:
+        for weight in weights:
+            taken.append(weight.grad)
+            weight.grad = None
+
+    module[0].register_wgrad_accumulation_and_reduce_hooks(take)
+    for weight, grad in zip(weights, before, strict=True):
+        weight.grad = grad
+    module[0].backward_dw()
+    assert all(weight.grad is grad and bool((grad == 1).all()) for weight, grad in zip(weights, before, strict=True))
+    assert any(grad is not None and bool(grad.any()) for grad in taken)
+
+
 @pytest.mark.parametrize("bias", ["discrete", "grouped"])
 def test_one_grouped_weight_gives_the_gradients_of_many(monkeypatch: pytest.MonkeyPatch, bias: str) -> None:
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")

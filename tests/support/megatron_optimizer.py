@@ -34,7 +34,8 @@ class Optimized(NamedTuple):
     def has_bits_of(self, other: Optimized) -> bool:
         """But for what moved."""
         same = all(torch.equal(weight, other.weights[name]) for name, weight in self.weights.items())
-        return same and (self.losses, self.norms) == (other.losses, other.norms)
+        found, expected = (({*each.weights}, each.losses, each.norms) for each in (self, other))
+        return bool(self.weights) and same and found == expected
 
 
 def optimize(

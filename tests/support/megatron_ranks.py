@@ -17,13 +17,14 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from te_offload import OffloadSession
 from te_offload.megatron import GroupedMLP
 from tests.support.megatron_model import groups, make_model
-from tests.support.megatron_optimizer import optimize
+from tests.support.megatron_optimizer import Optimized, optimize
 from tests.support.megatron_steps import batches, config_of, step
 
 _ROOT = Path(__file__).parents[2]
@@ -162,7 +163,7 @@ def rank_of_two(rank: int, device: str, name: str, folder: Path) -> None:
             plain, others = chunks_of(device, kind, chunks), chunks_of(device, kind, chunks)
             found = optimize(plain, words, shards=shards)
             in_session = optimize(others, words, offloaded(kind, others), shards=shards)
-            return {"found": tuple(found), "same": in_session.has_bits_of(found), "moved": in_session.moved}
+            return {"found": tuple(found), "same": in_session.has_bits_of(found) and min(in_session.moved) > 0}
 
         found_here = {
             "losses": losses,
@@ -205,6 +206,25 @@ class Trained:
         self.losses, self.gradients = step([self.model], batches(device))
         self.optimized = optimize(chunks_of(device, Kind({}), [self.model]), batches(device))
         self.of_two, self.folder = on_two_ranks(device, folder), folder
+
+    def optimized_on_two(self, kind: str, way: str = "optimized") -> list[Optimized]:
+        """Each rank's. ``way``: or ``"sharded"``."""
+        return [Optimized(*rank[way]["found"]) for rank in self.of_two[kind]]
+
+    def assert_losses_of_one(self, kind: str, ranks: list[Optimized], *, rel: float) -> None:
+        """Of each step. Nothing but weights changes from step to step, so losses are others in each."""
+        for number, expected in enumerate(self.optimized.losses):
+            found = losses_of_the_whole(kind, [rank.losses[number] for rank in ranks])
+            assert found == pytest.approx(expected, rel=rel)
+        assert len(set(map(tuple, self.optimized.losses))) == len(self.optimized.losses)
+
+    def assert_norms_of_one(self, ranks: list[Optimized], *, rel: float) -> None:
+        """Of each step's gradients, on each rank."""
+        assert all(rank.norms == pytest.approx(self.optimized.norms, rel=rel) for rank in ranks)
+
+    def assert_same_in_a_session(self, kind: str, way: str = "optimized") -> None:
+        """No bit was another, and bytes moved in each step."""
+        assert all(rank[way]["same"] for rank in self.of_two[kind])
 
 
 def model_of_zeros(device: str, *, ours: bool = True, **settings: Any) -> Any:
