@@ -1,15 +1,21 @@
 """A mixture-of-experts language model of Megatron-core's: its own experts and offloading, beside our experts and a session.
 
     ./run benchmarks.megatron_core [--layers 8] [--sequence 4096] [--fp8 RECIPE] [--rounds 10] [--only TEXT ...]
+    ./run torch.distributed.run --nproc-per-node 2 -m benchmarks.megatron_core --microbatches 4
 
-One GPU, one rank, Megatron-core's `GPTModel` with Transformer Engine's modules, its router, its dispatcher (alltoall,
-permuted by Transformer Engine's kernels), rotary positions and SwiGLU experts. Parameters are the same ones in every way,
-and gradients go into the float32 ``main_grad`` buffers of its DistributedDataParallel, by Transformer Engine's modules and
-by our ops themselves. A step is one microbatch in `get_forward_backward_func()`'s schedule, timed from an idle GPU to an
-idle GPU, without the optimizer; all ways take their turns in each round. The manager of Megatron-core's
-``fine_grained_activation_offloading`` has its warm-up behind it, and each way one of its own. ``bits``: whether the loss,
-and the sum of the bits of every gradient, are those of the same experts without offloading. ``peak`` is over what torch
-had allocated at the step's begin; ``between steps`` is what is freed with a way: quantized weights that it kept.
+Megatron-core's `GPTModel` with Transformer Engine's modules, its router, its dispatcher (alltoall, permuted by Transformer
+Engine's kernels), rotary positions and SwiGLU experts, on one GPU, or on several of one host that share the experts
+(expert parallelism), each with microbatches of its own. Parameters are the same ones in every way, and gradients go into
+the float32 ``main_grad`` buffers of its DistributedDataParallel, by Transformer Engine's modules and by our ops themselves.
+A step is all microbatches in `get_forward_backward_func()`'s schedule, timed from idle GPUs to idle GPUs, without the
+optimizer and what data parallelism reduces; all ways take their turns in each round. Where there are several ranks, some
+ways are in the schedule that runs layers of one microbatch between those of another's backward
+(``overlap_moe_expert_parallel_comm`` with ``delay_wgrad_compute``); times, peaks and bytes are the most of any rank.
+
+The manager of Megatron-core's ``fine_grained_activation_offloading`` has its warm-up behind it, and each way one of its own.
+``bits``: whether the loss, and the sum of the bits of every gradient, are those of the same experts without offloading.
+``peak`` is over what torch had allocated at the step's begin; ``between steps`` is what is freed with a way: quantized
+weights that it kept.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +63,10 @@ class Way(NamedTuple):
     Attributes:
         ours: our experts. modules: that Megatron-core's manager offloads. again: what it computes again.
         session: around what one is, and offloads what that saves: ``"layers"`` or ``"experts"``; empty: there is none.
+        planned: its policy, which keeps the last slots that could not be back in time; else all go.
         fc1_again: `recompute_act_input`. weights_again: no `keep_quantized_weight`; in FP8 alone.
+        overlapped: microbatches, layer by layer; with several ranks alone. Layers are never called there, so that a session
+            around them is around attention and experts.
     """
 
     name: str
@@ -65,8 +74,10 @@ class Way(NamedTuple):
     modules: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
     session: str = ""
+    planned: bool = False
     fc1_again: bool = False
     weights_again: bool = False
+    overlapped: bool = False
 
 
 WAYS = (
@@ -79,8 +90,12 @@ WAYS = (
     Way("our experts, a session: experts", ours=True, session="experts"),
     Way("our experts, its manager: attention, a session: experts", ours=True, session="experts", modules=ATTENTION),
     Way("our experts, a session: layers", ours=True, session="layers"),
+    Way("our experts, a session: layers, planned", ours=True, session="layers", planned=True),
     Way("our experts, a session: layers; norms again", ours=True, session="layers", again=("layernorm",)),
     Way("our experts, a session: layers; FC1 again", ours=True, session="layers", fc1_again=True),
+    Way(
+        "our experts, a session: layers, planned; FC1 again", ours=True, session="layers", planned=True, fc1_again=True
+    ),
     Way("our experts; quantized weights again", ours=True, weights_again=True),
     Way(
         "our experts, a session: layers; FC1, quantized weights again",
@@ -88,6 +103,20 @@ WAYS = (
         session="layers",
         fc1_again=True,
         weights_again=True,
+    ),
+    Way("Megatron-core's experts, overlapped", overlapped=True),
+    Way("its manager: experts; overlapped", modules=EXPERTS, overlapped=True),
+    Way("its manager: experts, attention; overlapped", modules=(*EXPERTS, *ATTENTION), overlapped=True),
+    Way("our experts, overlapped", ours=True, overlapped=True),
+    Way("our experts, a session: experts; overlapped", ours=True, session="experts", overlapped=True),
+    Way("our experts, a session: layers; overlapped", ours=True, session="layers", overlapped=True),
+    Way("our experts, FC1 again; overlapped", ours=True, fc1_again=True, overlapped=True),
+    Way(
+        "our experts, a session: layers; FC1 again; overlapped",
+        ours=True,
+        session="layers",
+        fc1_again=True,
+        overlapped=True,
     ),
 )
 
@@ -112,12 +141,14 @@ def make_model(shape: Shape, way: Way, fp8: str | None) -> Any:
     offloading = (
         {"fine_grained_activation_offloading": True, "offload_modules": list(way.modules)} if way.modules else {}
     )
+    overlap = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True} if way.overlapped else {}
     config = TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         num_moe_experts=shape.experts,
         moe_router_topk=shape.top,
+        expert_model_parallel_size=dist.get_world_size(),
         moe_ffn_hidden_size=shape.ffn,
         moe_grouped_gemm=True,
         moe_token_dispatcher_type="alltoall",
@@ -140,6 +171,7 @@ def make_model(shape: Shape, way: Way, fp8: str | None) -> Any:
         **({} if fp8 is None else {"fp8_recipe": fp8}),
         **again,
         **offloading,
+        **overlap,
     )
     spec = get_gpt_layer_with_transformer_engine_spec(num_experts=shape.experts, moe_grouped_gemm=True)
     if way.ours:
@@ -168,16 +200,16 @@ class Variant:
     """A way, ready to run.
 
     Args:
-        first: the parameters that all share. batch: words (1, sequence), as are the positions.
+        first: the parameters that all share. batches: of each microbatch, words (1, sequence), as are the positions.
     """
 
     def __init__(
-        self, way: Way, shape: Shape, fp8: str | None, first: dict[str, torch.nn.Parameter], batch: torch.Tensor
+        self, way: Way, shape: Shape, fp8: str | None, first: dict[str, torch.nn.Parameter], batches: list[torch.Tensor]
     ) -> None:
         from megatron.core.pipeline_parallel import fine_grained_activation_offload, get_forward_backward_func
 
         self.way = way
-        self._batch, self._positions = batch, torch.arange(shape.sequence, device="cuda")[None]
+        self._batches, self._positions = batches, torch.arange(shape.sequence, device="cuda")[None]
         self._schedule = get_forward_backward_func()
         self._managers = fine_grained_activation_offload.PipelineOffloadManager
         self._manager: Any = None  # of this way; Megatron-core has one for all
@@ -187,24 +219,29 @@ class Variant:
         if way.session:
             layers = self.model.decoder.layers
             around = layers if way.session == "layers" else [layer.mlp.experts for layer in layers]
-            self.session = OffloadSession(around)
+            if way.session == "layers" and way.overlapped:
+                around = [part for layer in layers for part in (layer.self_attention, layer.mlp.experts)]
+            self.session = OffloadSession(around, policy="planned" if way.planned else None)
 
-    def _forward_step(self, _: Any, model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-        loss = model(self._batch, self._positions, None, labels=self._batch)
-        return loss, lambda found: (found.mean(), {"loss": found.detach().mean()})
+    def _forward_step(
+        self, batches: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[[torch.Tensor], Any]]:
+        batch = next(batches)
+        call = model.build_schedule_plan if return_schedule_plan else model
+        found = call(batch, self._positions, None, labels=batch)
+        return found, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
 
     def _run(self) -> torch.Tensor:
-        (found,) = self._schedule(
+        found = self._schedule(
             forward_step_func=self._forward_step,
-            data_iterator=None,
+            data_iterator=iter(self._batches),
             model=self.model,
-            num_microbatches=1,
-            seq_length=self._batch.shape[1],
+            num_microbatches=len(self._batches),
+            seq_length=self._batches[0].shape[1],
             micro_batch_size=1,
             forward_only=False,
         )
-        loss: torch.Tensor = found["loss"]
-        return loss
+        return torch.stack([each["loss"] for each in found]).mean()
 
     def step(self) -> torch.Tensor:
         """The loss."""
@@ -248,33 +285,48 @@ def warmed_up(
         torch.cuda.synchronize()
     except (RuntimeError, ValueError) as error:  # of what Transformer Engine cannot multiply, Megatron-core not combine
         return None, {**row, "error": str(error).splitlines()[0]}
-    row["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    row["peak_bytes"] = most(torch.cuda.max_memory_allocated() - before)
     expected, of_expected = kept.setdefault(variant.way.ours, (loss, gradients))
     same = torch.equal(loss, expected) and all(map(torch.equal, gradients, of_expected))
-    return variant, {**row, "loss": loss.item(), "same_bits": same}
+    return variant, {**row, "loss": loss.item(), "same_bits": most(not same) == 0}
 
 
-def measure(shape: Shape, fp8: str | None, rounds: int, only: Sequence[str]) -> list[dict[str, Any]]:
-    """Every way's times, peak and bytes."""
+def most(of_rank: float) -> float:
+    """The largest number of any rank."""
+    if dist.get_world_size() == 1:
+        return of_rank
+    found = torch.tensor(of_rank, dtype=torch.float64, device="cuda")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def measure(
+    shape: Shape, fp8: str | None, rounds: int, only: Sequence[str], microbatches: int = 1
+) -> list[dict[str, Any]]:
+    """Every way's times, peak and bytes. In a process of ``torch.distributed.run``, or in one by itself."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29537", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    torch.cuda.set_device(rank)
+    meeting = "env://" if ranks > 1 else "tcp://127.0.0.1:29537"
+    dist.init_process_group("nccl", init_method=meeting, rank=rank, world_size=ranks)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
     model_parallel_cuda_manual_seed(1)
     owner = make_model(shape, WAYS[0], fp8)
     parallel = DistributedDataParallel(owner.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), owner)
     first = dict(owner.named_parameters())
-    words = torch.randint(
-        VOCABULARY, (1, shape.sequence), device="cuda", generator=torch.Generator("cuda").manual_seed(0)
-    )
+    generator = torch.Generator("cuda").manual_seed(rank)
+    size = (microbatches, 1, shape.sequence)
+    words = list(torch.randint(VOCABULARY, size, device="cuda", generator=generator))
     kept: dict[bool, tuple[torch.Tensor, list[torch.Tensor]]] = {}
     plain = {WAYS[0].name, "our experts"}  # to which the others are compared
     chosen = [
         way
         for way in WAYS
         if not (way.weights_again and fp8 is None)
+        and not (way.overlapped and ranks == 1)
         and (not only or way.name in plain or any(text in way.name for text in only))
     ]
     found = [
@@ -290,31 +342,34 @@ def measure(shape: Shape, fp8: str | None, rounds: int, only: Sequence[str]) -> 
         for variant, row in running[:: 1 if number % 2 == 0 else -1]:
             parallel.zero_grad_buffer()
             gc.collect()
+            dist.barrier()
             torch.cuda.synchronize()
             begin = time.perf_counter()
             variant.step()
             torch.cuda.synchronize()
-            row["ms"].append((time.perf_counter() - begin) * 1e3)
+            row["ms"].append(most((time.perf_counter() - begin) * 1e3))
     gc.unfreeze()
     while running:
         variant, row = running.pop()
-        row["bytes_out"] = variant.bytes_out()
+        row["bytes_out"] = most(variant.bytes_out())
         if variant.session is not None:
             variant.session.close()
         before = torch.cuda.memory_allocated()
         del variant
         gc.collect()
-        row["between_bytes"] = before - torch.cuda.memory_allocated()
+        row["between_bytes"] = most(before - torch.cuda.memory_allocated())
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return rows
 
 
-def table(shape: Shape, fp8: str | None, rows: Sequence[dict[str, Any]]) -> str:
+def table(
+    shape: Shape, fp8: str | None, rows: Sequence[dict[str, Any]], *, ranks: int = 1, microbatches: int = 1
+) -> str:
     """As Markdown."""
     head = ", ".join(f"{name} {size}" for name, size in shape._asdict().items())
     lines = [
-        f"{head}; {'bf16' if fp8 is None else 'FP8, ' + fp8}.",
+        f"{head}; {'bf16' if fp8 is None else 'FP8, ' + fp8}; ranks {ranks}, microbatches of each {microbatches}.",
         "",
         "| way | ms, median (min, max) | peak MiB | between steps | MiB out | loss | bits |",
         "|---|---|---|---|---|---|---|",
@@ -346,6 +401,7 @@ def main() -> None:
     parser.add_argument(
         "--fp8", choices=("tensorwise", "blockwise", "delayed"), help="the recipe of Megatron-core's --fp8-recipe"
     )
+    parser.add_argument("--microbatches", type=int, default=1, help="of each rank, in a step")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument(
         "--only",
@@ -361,12 +417,15 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of packages that Megatron-core would like to find
     shape = Shape(*(getattr(arguments, name) for name in Shape._fields))
     head = setting(arguments.rounds)
-    print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
-    rows = measure(shape, arguments.fp8, arguments.rounds, arguments.only)
-    print("\n" + table(shape, arguments.fp8, rows), flush=True)
+    of_run = {"ranks": int(os.environ.get("WORLD_SIZE", "1")), "microbatches": arguments.microbatches}
+    rows = measure(shape, arguments.fp8, arguments.rounds, arguments.only, arguments.microbatches)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    print(", ".join(f"{key} {value}" for key, value in head.items()))
+    print("\n" + table(shape, arguments.fp8, rows, **of_run), flush=True)
     if arguments.json:
-        found = {"schema": "1.2", "setting": head, "shape": shape._asdict(), "fp8": arguments.fp8, "results": rows}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        found = {"setting": head, "shape": shape._asdict(), "fp8": arguments.fp8, **of_run, "results": rows}
+        arguments.json.write_text(json.dumps({"schema": "1.3"} | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ class Reason(str, enum.Enum):
     PLAN = "kept by the plan"
     ALIAS = "shares memory that stays"
     PARAMETER = "a parameter's memory"
+    LEAF = "autograd holds it"
     OTHER_DEVICE = "on another device"
     NOT_PLAIN = "not a dense tensor"
     IN_BACKWARD = "saved in a backward"

@@ -8,6 +8,7 @@ the first slot that holds it; what the host has no room for stays. Does not: cop
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,8 @@ _FEW = 8 << 20  # bytes
 _STORAGE, _MEMORY_OF = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _PLAIN = frozenset((torch.nn.Parameter, torch.Tensor))
 # Reasons that one tensor of several can give.
-_OF_SOME = frozenset((Reason.NOT_PLAIN, Reason.OTHER_DEVICE, Reason.DISCARDED))
+_OF_SOME = frozenset((Reason.NOT_PLAIN, Reason.OTHER_DEVICE, Reason.DISCARDED, Reason.LEAF))
+_NEEDS_GRAD = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _without_odd_ones(region: Load, rules: Rules, device: torch.device, loads: l
     odd: list[Saved] = []
     for handle in region.handles:
         tensor = handle.held[0]
-        goes = is_plain(tensor) and tensor.device == device and not is_discarded(tensor)
+        goes = is_plain(tensor) and tensor.device == device and not (is_discarded(tensor) or tensor.requires_grad)
         (able if goes else odd).append(handle)
     return _cut(region, able, odd, rules, device, loads) if able else region
 
@@ -199,6 +201,8 @@ def _reason_to_stay(
         return Reason.OTHER_DEVICE
     if entry.nbytes < rules.min_bytes:
         return Reason.TOO_SMALL
+    if not entry.once and True in map(_NEEDS_GRAD, tensors):  # leaves, which autograd holds, hooks or none
+        return Reason.LEAF
     if rules.plan is not None and not rules.plan.goes(entry.title, entry.visit.forward):
         return Reason.PLAN
     return _NONE

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from te_offload.slots import Fate, Reason, SlotName, slot_title
 
 BACKWARD_BEGINS = "backward begins"  # the label in a step's residency
-_ANYHOW = (Reason.ALIAS, Reason.PARAMETER, Reason.OTHER_DEVICE)
+_ANYHOW = (Reason.ALIAS, Reason.PARAMETER, Reason.LEAF, Reason.OTHER_DEVICE)
 
 
 class Outcome(str, enum.Enum):

@@ -269,6 +269,7 @@ def test_slot_that_shares_memory_with_a_kept_one_stays() -> None:
             self.mlp = make_mlp(keep=["fc1_input"])
 
         def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            x = x * 1  # a layer's input as most are: no leaf
             y: torch.Tensor = self.mlp(x, *rest) + x.square()  # square saves x itself
             return y
 
