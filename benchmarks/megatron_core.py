@@ -12,7 +12,7 @@ optimizer and what data parallelism reduces; all ways take their turns in each r
 ways are in the schedule that runs layers of one microbatch between those of another's backward
 (``overlap_moe_expert_parallel_comm`` with ``delay_wgrad_compute``); times, peaks and bytes are the most of any rank.
 
-The manager of Megatron-core's ``fine_grained_activation_offloading`` has its warm-up behind it, and each way one of its own.
+The manager of Megatron-core (``fine_grained_activation_offloading``) has its warm-up behind it, as each way has.
 ``bits``: whether the loss, and the sum of the bits of every gradient, are those of the same experts without offloading.
 ``peak`` is over what torch had allocated at the step's begin; ``between steps`` is what is freed with a way: quantized
 weights that it kept.

@@ -12,6 +12,7 @@ import torch
 import transformer_engine.pytorch as te
 
 from te_offload.fused.window import Window, find_windows
+from te_offload.ops.inside import named_parts
 
 _CALLS = "_te_offload_calls"
 
@@ -58,7 +59,7 @@ class Fusion:
 def fusions_in(module: torch.nn.Module) -> list[Fusion]:
     """Every window of a module, in order."""
     found = []
-    for name, sequential in module.named_modules():
+    for name, sequential in named_parts(module):
         if isinstance(sequential, te.ops.Sequential):
             children = list(sequential.named_children())
             for window in find_windows([op for _, op in children]):

@@ -63,7 +63,7 @@ def weight_grads(
         dy: of the op's output, of whose dtype new gradients are. multiply: computes them, of what `Kernels.prepare`
             returns and whether to ``accumulate``. together: one tensor stands for all weights (`StandIns`).
     """
-    in_one = together or op.single_grouped_weight
+    in_one = together or parameters.in_one(op)
     count = 1 if in_one else op.num_groups
     if not ctx.weight_requires_grad:
         return [None] * count

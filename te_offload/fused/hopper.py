@@ -162,7 +162,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         for number, op in enumerate((fc1, fc2)):
             own = parameters.registered(op, judged.registered[number])
             found = None
-            if not op.single_grouped_weight and not (op.has_bias and op.single_grouped_bias):
+            if not parameters.in_one(op) and not (op.has_bias and op.single_grouped_bias):
                 into_main_grad = bool(op._accumulate_into_main_grad)
                 found = stand_ins_of(op).of(own, op.num_groups, into_main_grad=into_main_grad)
             if found is None:

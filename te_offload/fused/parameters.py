@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from te_offload.fused.given import GivenGroupedLinear
 from te_offload.ops import te_adapter
 
 _VERSION, _DTYPE = map(operator.attrgetter, ("_version", "dtype"))
@@ -37,6 +38,11 @@ def _parameter(op: Any, name: str) -> Any:
     return getattr(op, name)
 
 
+def in_one(op: Any) -> bool:
+    """Whether one tensor has all experts' weights."""
+    return op.single_grouped_weight or isinstance(op, GivenGroupedLinear)
+
+
 def dense_weight(op: Any) -> torch.Tensor | None:
     """A plain tensor of the weights' dtype and device, or ``None`` if they are quantized, or DTensors. To ask a grouped
     weight itself takes the host ten times as long.
@@ -55,6 +61,8 @@ def keeps_quantized_weight(op: Any) -> bool:
 
 def weight_parameters(op: Any) -> list[torch.nn.Parameter]:
     """The weights as they are registered; not by attribute, which takes the host a microsecond each."""
+    if isinstance(op, GivenGroupedLinear):
+        return [op.given]
     return _of_each_expert(op, "weight", together=op.single_grouped_weight)
 
 
@@ -88,6 +96,8 @@ def weights(op: Any, registered: list[torch.nn.Parameter]) -> torch.Tensor | Seq
     Args:
         op: whose. registered: its `weight_parameters`, as the forward found them.
     """
+    if isinstance(op, GivenGroupedLinear):
+        return registered[0].detach()
     if op.single_grouped_weight:
         weight: Any = registered[0]
         packed: torch.Tensor = weight.rowwise_data.view(op.num_groups, op.out_features, op.in_features)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import transformer_engine.pytorch as te
 
+from te_offload.ops.inside import named_parts
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import SlotName
 
@@ -91,13 +92,13 @@ def named_slot_owners(module: torch.nn.Module) -> list[tuple[str, SlotOwner, Slo
     A GroupedLinear outside any window owns `grouped_linear_input`; an activation always owns `act_input`.
     """
     names: dict[int, SlotName] = {}
-    for sequential in module.modules():
+    for _, sequential in named_parts(module):
         if isinstance(sequential, te.ops.Sequential):
             for window in find_windows(list(sequential.children())):
                 names[id(window.fc1)] = SlotName.FC1_INPUT
                 names[id(window.fc2)] = SlotName.FC2_INPUT
-    found = []
-    for name, op in module.named_modules():
+    found: list[tuple[str, SlotOwner, SlotName]] = []
+    for name, op in named_parts(module):
         if isinstance(op, SlotOwner):
             default = SlotName.ACT_INPUT if isinstance(op, ACTIVATIONS) else SlotName.GROUPED_LINEAR_INPUT
             found.append((name, op, names.get(id(op), default)))

@@ -121,10 +121,10 @@ def split(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 def make_titan(sharding: str, device: str, mesh: DeviceMesh, hidden: int) -> torch.nn.Module:
     """Torchtitan's Llama 3 (0.2.2), with its own SimpleFSDP or its own tensor parallelism."""
-    from torchtitan.experiments.simple_fsdp.llama3.model import SimpleFSDPTransformer  # type: ignore[import-not-found]
-    from torchtitan.experiments.simple_fsdp.simple_fsdp import data_parallel  # type: ignore[import-not-found]
-    from torchtitan.models.llama3 import TransformerModelArgs  # type: ignore[import-not-found]
-    from torchtitan.models.llama3.infra.parallelize import apply_tp  # type: ignore[import-not-found]
+    from torchtitan.experiments.simple_fsdp.llama3.model import SimpleFSDPTransformer
+    from torchtitan.experiments.simple_fsdp.simple_fsdp import data_parallel
+    from torchtitan.models.llama3 import TransformerModelArgs
+    from torchtitan.models.llama3.infra.parallelize import apply_tp
 
     size = {"dim": hidden, "n_layers": layers_on(device), "n_heads": HEADS, "vocab_size": TITAN_WORDS}
     size["max_seq_len"] = LENGTH_ON_GPU

@@ -50,6 +50,8 @@ class Paired:
     def paired(self, tensor: Any, dim: int) -> Any:
         """The tensor with a's and b's places of one dimension in turns."""
         width, step = self.te_offload_interleave, tensor.stride[dim]
+        if const_expr(width == 1):  # they are
+            return tensor
         half = cute.size(tensor, mode=[dim]) // 2
         if const_expr(width == 0):
             shape, stride = (2, half), (half * step, step)

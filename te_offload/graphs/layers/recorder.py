@@ -14,6 +14,7 @@ import torch
 from te_offload.offload.transfer import Mark
 from te_offload.offload.unmoved import without_graph
 from te_offload.ops import te_adapter
+from te_offload.ops.inside import named_parts
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import Reason, SavedSlot, SlotHandle, SlotObserver, Watch
 
@@ -82,7 +83,7 @@ class Recorder(SlotObserver):
     @contextmanager
     def watching(self, module: torch.nn.Module) -> Iterator[None]:
         """Stand in for the observers of a module's ops, and above all hooks."""
-        owners = [part for part in module.modules() if isinstance(part, SlotOwner)]
+        owners = [part for _, part in named_parts(module) if isinstance(part, SlotOwner)]
         observers = [owner._slot_observer for owner in owners]
         for owner in owners:
             owner.observe_slot(self)

@@ -1,0 +1,137 @@
+"""The experts of a torchtitan model, by the fused grouped MLP: an override for its ``--override.imports``.
+
+In: torchtitan's config of its `GroupedExperts`. Out: a module in its place. Keeps true: parameters, how they are filled,
+sharded and named in checkpoints are those of torchtitan's own `FusedGroupedExperts`, whose class this is; no weight is
+copied; what the fused op does not take, torchtitan's code computes, and a warning says why. Does not: compile with
+torch.compile, or quantize.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+
+from te_offload import ops
+from te_offload.errors import ArgumentError, NotInstalledError
+from te_offload.fused import explain, find_windows
+from te_offload.fused.given import GivenGroupedLinear
+from te_offload.ops import inside, te_adapter
+
+try:
+    from torch.distributed.tensor import DTensor
+    from torchtitan.config import derive, override
+    from torchtitan.models.common.moe import GroupedExperts as _Stock
+    from torchtitan.overrides.fused_swiglu import FusedGroupedExperts, fused_grouped_experts
+except ImportError as error:
+    raise NotInstalledError(
+        f"te_offload.torchtitan is for torchtitan 0.3.0, which cannot be imported here: {error}."
+    ) from error
+
+SLOTS = ("fc1_input", "act_input", "fc2_input")
+_MLP = "mlp"
+
+
+class GroupedExperts(FusedGroupedExperts):
+    """What torchtitan 0.3.0's `GroupedExperts` computes, in bf16, with slots that can be offloaded one by one.
+
+    Parameters are ``w13`` (E, F, 2, D), gate and up side by side, and ``w2_EDF`` (E, D, F); in checkpoints ``w1_EFD``,
+    ``w3_EFD`` and ``w2_EDF``, as of the stock module. Under expert or tensor parallelism each rank has its shard. Slots are
+    named ``inner_experts.mlp.0.fc1_input``, ``...1.act_input`` and ``...2.fc2_input``, inside a layer.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FusedGroupedExperts.Config):
+        """torchtitan's, and:
+
+        Attributes:
+            no_offload_activation: slots that stay on the GPU, of `SLOTS`.
+            recompute_act_input: as of `te_offload.ops.ScaledSwiGLU`.
+        """
+
+        no_offload_activation: tuple[str, ...] = ()
+        recompute_act_input: bool = False
+
+    def __init__(self, config: Config) -> None:
+        """See `Config`.
+
+        Raises:
+            ArgumentError: a slot of another name.
+        """
+        super().__init__(config)
+        if unknown := sorted(set(config.no_offload_activation) - set(SLOTS)):
+            raise ArgumentError(
+                f"GroupedExperts: no_offload_activation has {', '.join(unknown)}, but slots are {', '.join(SLOTS)}."
+            )
+        stays: list[dict[str, Any]] = [
+            {"no_offload_activation": slot in config.no_offload_activation} for slot in SLOTS
+        ]
+        pipeline = te.ops.Sequential(
+            GivenGroupedLinear(**stays[0]),
+            ops.ScaledSwiGLU(1, recompute_act_input=config.recompute_act_input, **stays[1]),
+            GivenGroupedLinear(**stays[2]),
+        )
+        inside.hold(self, _MLP, pipeline)
+        self._said: str | None = None
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """The experts' rows, (R, D) in the input's dtype; zero beyond the last expert's.
+
+        Args:
+            x_RD: the rows of one expert after the other. num_tokens_per_expert_E: of this rank's experts; of any dtype.
+        """
+        pipeline: Any = inside.held(self, _MLP)
+        fc1, _, fc2 = pipeline
+        w13, w2 = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.w13, self.w2_EDF))
+        fc1.give(w13.bfloat16().flatten(1, 2))
+        fc2.give(w2.bfloat16())
+        try:
+            reason = _reason_against(pipeline)
+            if reason is None:
+                x = x_RD.bfloat16()
+                splits = num_tokens_per_expert_E.to(x.device, torch.int64)
+                scales = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
+                y: torch.Tensor = pipeline(x, splits, scales, splits)
+                return y.type_as(x_RD)
+        finally:
+            fc1.take_back()
+            fc2.take_back()
+        if reason != self._said:
+            self._said = reason
+            warnings.warn(f"te_offload.torchtitan: torchtitan's own code computes the experts: {reason}.", stacklevel=2)
+        theirs: torch.Tensor = super().forward(x_RD, num_tokens_per_expert_E)
+        return theirs
+
+
+def _reason_against(pipeline: Any) -> str | None:
+    """Why the fused op does not take the experts here and now; ``None``: it does."""
+    if te_adapter.quantization_enabled():
+        return "te.autocast quantizes, which these experts do not"
+    (window,) = find_windows(list(pipeline))
+    support = explain(window)
+    return None if support.ok else support.reason
+
+
+@override(target=_Stock.Config, description="Routed experts by te_offload's fused grouped MLP.")  # type: ignore[untyped-decorator]
+def grouped_experts(
+    config: Any, *, no_offload_activation: Collection[str] = (), recompute_act_input: bool = False
+) -> Any:
+    """An override of torchtitan's: `GroupedExperts` in the place of its stock module. What is of another class stays.
+
+    ``--override.imports 'te_offload.torchtitan.grouped_experts={"recompute_act_input": true}'``
+
+    Args:
+        config: what torchtitan would build. others: of `GroupedExperts.Config`.
+    """
+    if type(config) is not _Stock.Config:
+        return config
+    return derive(
+        fused_grouped_experts(config),
+        GroupedExperts.Config,
+        no_offload_activation=tuple(no_offload_activation),
+        recompute_act_input=recompute_act_input,
+    )

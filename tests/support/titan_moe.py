@@ -1,0 +1,171 @@
+"""A torchtitan MoE layer with our experts or its own, on one rank or shared by several; what a step of it gives.
+
+In: sizes, whose experts. Out: modules, outputs and gradients of whole parameters. Keeps true: the same seed fills the same
+weights, whatever shares them. Does not: build a torchtitan model, whose other modules need a newer torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+EXPERTS, TOP, DIM, HIDDEN, LENGTH = 4, 2, 32, 48, 24
+BACKENDS = {"cpu": ("partial_dtensor",), "cuda": ("spmd_types", "partial_dtensor")}
+"""``spmd_backend`` of torchtitan 0.3.0, the first one by default, which needs what gloo does not have."""
+
+
+def fill(parameter: Any, *, seed: int) -> None:
+    """The same numbers for the same name, whole or a shard."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    generator = torch.Generator(parameter.device.type).manual_seed(seed)
+    whole = torch.randn(tuple(parameter.shape), generator=generator, device=parameter.device) * 0.1
+    with torch.no_grad():
+        if isinstance(parameter, DTensor):
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        parameter.copy_(whole)
+
+
+def moe_config(kind: str, **settings: Any) -> Any:
+    """Of an MoE layer whose experts are ``"stock"`` or ``"fused"``, torchtitan's, or ``"ours"``, with settings."""
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+    from torchtitan.overrides.fused_swiglu import fused_grouped_experts
+
+    from te_offload.torchtitan import grouped_experts
+
+    of_experts = {
+        name: functools.partial(fill, seed=seed) for seed, name in enumerate(("w1_EFD", "w2_EDF", "w3_EFD"), start=1)
+    }
+    experts = GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS, param_init=of_experts)
+    gate = Linear.Config(in_features=DIM, out_features=EXPERTS, param_init={"weight": functools.partial(fill, seed=4)})
+    layer = MoE.Config(
+        num_experts=EXPERTS,
+        routed_experts=RoutedExperts.Config(
+            inner_experts=experts, token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP)
+        ),
+        router=TokenChoiceTopKRouter.Config(num_experts=EXPERTS, gate=gate, top_k=TOP, score_func="softmax"),
+        load_balance_coeff=None,
+    )
+    replace = {"stock": lambda config: config, "fused": fused_grouped_experts}.get(kind)
+    layer.routed_experts.inner_experts = replace(experts) if replace else grouped_experts(experts, **settings)
+    return layer
+
+
+def make(kind: str, device: str = "cpu", **settings: Any) -> Any:
+    """An MoE layer, filled."""
+    moe = moe_config(kind, **settings).build().to(device)
+    moe.init_states(buffer_device=torch.device(device))
+    return moe
+
+
+@contextlib.contextmanager
+def expert_parallel(backend: str, device: str, ranks: int) -> Iterator[Any]:
+    """The same with experts shared by all ranks, as torchtitan's models have it under an ``spmd_backend``."""
+    import spmd_types as spmd
+    from torchtitan.distributed import parallel_dims, utils
+    from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+
+    parallel_dims.device_type = device  # asked for when it was imported
+    if not hasattr(torch.compiler, "_is_non_strict_tracing"):  # of newer torches: a compiler's question, no here
+        torch.compiler._is_non_strict_tracing = lambda: False  # type: ignore[attr-defined]
+    config = moe_config("stock")
+    layout = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
+    set_moe_sharding_config(config, enable_ep=True, enable_sp=False, expert_param_layout=layout)
+    from te_offload.torchtitan import grouped_experts
+
+    config.routed_experts.inner_experts = grouped_experts(config.routed_experts.inner_experts)
+    utils.set_spmd_backend(backend)
+    dims = parallel_dims.ParallelDims(
+        dp_replicate=1, dp_shard=ranks, cp=1, tp=1, pp=1, ep=ranks, world_size=ranks, spmd_backend=backend
+    )
+    dims.build_mesh()
+    with utils.get_spmd_context(parallel_dims=dims)():
+        moe = config.build().to(device)
+        moe.parallelize(dims)
+        moe.init_states(buffer_device=torch.device(device))
+        yield moe
+
+
+def inputs(
+    batch: int = 2, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a step, (batch, LENGTH, DIM), and the gradient of its output."""
+    generator = torch.Generator().manual_seed(5)
+    x, grad = (torch.randn(batch, LENGTH, DIM, generator=generator).to(device, dtype) for _ in range(2))
+    return x, grad
+
+
+def step(layer: Any, x: torch.Tensor, grad: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output and gradients; those of ``w13`` by the names of torchtitan's stock experts, all of this rank's shard."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    y = layer(x * 1)
+    y.backward(grad)
+    assert x.grad is not None
+    found = {"y": y.detach(), "x": x.grad}
+    for name, parameter in layer.named_parameters():
+        gradient = parameter.grad
+        gradient = getattr(gradient, "to_local", lambda gradient=gradient: gradient)()
+        if name.endswith("w13"):
+            name = name.removesuffix("w13")
+            found |= {f"{name}w1_EFD": gradient[:, :, 0], f"{name}w3_EFD": gradient[:, :, 1]}
+        else:
+            found[name] = gradient
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def main(rank: int, device: str, meeting: str) -> None:
+    """One rank of two that share the experts, with half of the batch each: prints of each of `BACKENDS` that what they
+    found is what one rank finds with all of it, and in a session the same bits.
+    """
+    if device != "cpu":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "nccl", init_method=f"file://{meeting}", rank=rank, world_size=2
+    )
+    x, grad = inputs(device=device)
+    whole = make("ours", device)
+    expected = step(whole, x, grad)
+    for backend in BACKENDS[device]:
+        with expert_parallel(backend, device, 2) as moe:
+            compare(rank, moe, expected, x, grad)
+        print("same under", backend, flush=True)
+
+
+def compare(rank: int, moe: Any, expected: dict[str, torch.Tensor], x: torch.Tensor, grad: torch.Tensor) -> None:
+    """What a rank finds with its half of a batch, and what one finds with all of it.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    from te_offload import OffloadSession
+
+    mine = slice(rank, rank + 1)
+    found = step(moe, x[mine], grad[mine])
+    rows = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
+    for name, tensor in found.items():
+        other = expected[name]
+        if name in ("y", "x"):
+            other = other[mine]
+        elif "inner_experts" in name:
+            other = other[rows]
+        else:  # the router's, of this rank's tokens
+            dist.all_reduce(tensor)
+        error = float((tensor - other).norm() / other.norm())
+        assert tensor.shape == other.shape and error < 2e-2, (name, error)
+    with OffloadSession(moe, min_bytes=0) as session:
+        for _ in range(3):
+            with session.step():
+                again = step(moe, x[mine], grad[mine])
+            assert session.records[-1].bytes_out > 0
+            for name, tensor in again.items():
+                if "router" not in name:
+                    assert torch.equal(tensor, found[name]), name
+        assert "inner_experts.mlp.1.act_input" in session.report()
