@@ -1,0 +1,249 @@
+"""A stack of torchtitan's MoE layers: its own experts, stock and fused, beside ours and a session.
+
+    ./run benchmarks.torchtitan_moe [--layers 8] [--tokens 4096] [--rounds 10] [--only TEXT ...]
+
+One GPU, torchtitan 0.3.0's `MoE` (its router, its dispatcher of one rank) in bf16, each layer added to its input; no
+attention and no norms, since torchtitan's models need a newer torch than this package's tests have. Its experts are the
+stock `GroupedExperts`, its ``fused_grouped_experts`` override, or ours; the latter two have the same parameters. Layers may
+be within torch's checkpoint, as torchtitan's full activation checkpointing has them. A step is a forward and a backward
+from an idle GPU to an idle GPU, gradients new in each; all ways take their turns in each round. ``peak`` is over what torch
+had allocated at the step's begin, gradients included. Bits are not compared: torch adds up rows of a token in any order,
+with and without us; tests compare them with two experts a token, where the order does not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.stack_runs import setting
+from te_offload import OffloadSession
+
+WARM = 4
+
+
+class Shape(NamedTuple):
+    """Sizes of the stack and of a step."""
+
+    layers: int
+    experts: int
+    top: int
+    dim: int
+    ffn: int
+    tokens: int
+
+
+class Way(NamedTuple):
+    """Whose experts, and what goes or is computed again.
+
+    Attributes:
+        experts: ``"stock"`` or ``"fused"``, torchtitan's, or ``"ours"``. again: layers are within torch's checkpoint.
+        session: around layers; ``planned``: its policy. fc1_again: `recompute_act_input`.
+    """
+
+    name: str
+    experts: str
+    again: bool = False
+    session: bool = False
+    planned: bool = False
+    fc1_again: bool = False
+
+
+WAYS = (
+    Way("torchtitan's experts", "stock"),
+    Way("torchtitan's experts, layers again", "stock", again=True),
+    Way("torchtitan's fused experts", "fused"),
+    Way("torchtitan's fused experts, layers again", "fused", again=True),
+    Way("our experts", "ours"),
+    Way("our experts, layers again", "ours", again=True),
+    Way("our experts, FC1 again", "ours", fc1_again=True),
+    Way("our experts, a session", "ours", session=True),
+    Way("our experts, a session, planned", "ours", session=True, planned=True),
+    Way("our experts, a session; FC1 again", "ours", session=True, fc1_again=True),
+    Way("our experts, a session, planned; FC1 again", "ours", session=True, planned=True, fc1_again=True),
+)
+
+
+def fill(parameter: torch.Tensor) -> None:
+    """With small numbers."""
+    torch.nn.init.normal_(parameter, std=0.02)
+
+
+def make_layers(shape: Shape, way: Way, first: dict[str, torch.nn.Parameter]) -> torch.nn.ModuleList:
+    """MoE layers, with parameters of their own, or those of the first layers that had their names."""
+    from torchtitan.models.common.config_utils import make_routed_experts_config
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
+    from torchtitan.overrides.fused_swiglu import fused_grouped_experts
+
+    from te_offload.torchtitan import grouped_experts
+
+    layers = torch.nn.ModuleList()
+    for number in range(shape.layers):
+        routed = make_routed_experts_config(
+            dim=shape.dim,
+            hidden_dim=shape.ffn,
+            num_experts=shape.experts,
+            top_k=shape.top,
+            param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), fill),
+            comm_backend="standard",
+        )
+        if way.experts == "fused":
+            routed.inner_experts = fused_grouped_experts(routed.inner_experts)
+        elif way.experts == "ours":
+            routed.inner_experts = grouped_experts(routed.inner_experts, recompute_act_input=way.fc1_again)
+        gate = Linear.Config(in_features=shape.dim, out_features=shape.experts, param_init={"weight": fill})
+        config = MoE.Config(
+            num_experts=shape.experts,
+            routed_experts=routed,
+            router=TokenChoiceTopKRouter.Config(num_experts=shape.experts, gate=gate, top_k=shape.top),
+            load_balance_coeff=None,
+        )
+        with torch.device("meta"):
+            layer = config.build()
+        known = all(f"{number}.{name}" in first for name, _ in layer.named_parameters())
+        if not known:
+            layer.to(torch.bfloat16).to_empty(device="cuda")
+            layer.init_states(buffer_device=torch.device("cuda"))
+            for name, parameter in layer.named_parameters():
+                first.setdefault(f"{number}.{name}", parameter)
+        for prefix, module in layer.named_modules():
+            for name in [name for name, parameter in module._parameters.items() if parameter is not None]:
+                module._parameters[name] = first[".".join(filter(None, (str(number), prefix, name)))]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.zeros_like(buffer, device="cuda")
+        layers.append(layer)
+    return layers
+
+
+class Variant:
+    """A way, ready to run. ``x``: (1, tokens, dim); ``grad``: of the output."""
+
+    def __init__(
+        self, way: Way, shape: Shape, first: dict[str, torch.nn.Parameter], x: torch.Tensor, grad: torch.Tensor
+    ) -> None:
+        self.way, self._x, self._grad = way, x, grad
+        self.layers = make_layers(shape, way, first)
+        policy = "planned" if way.planned else None
+        self.session = OffloadSession(self.layers, policy=policy) if way.session else None
+
+    def _run(self) -> None:
+        h = self._x
+        for layer in self.layers:
+            h = h + (checkpoint(layer, h, use_reentrant=False) if self.way.again else layer(h))
+        h.backward(self._grad)
+
+    def step(self) -> None:
+        """Forward and backward."""
+        with contextlib.nullcontext() if self.session is None else self.session.step():
+            self._run()
+
+    def forget_gradients(self) -> None:
+        """Before a step."""
+        self.layers.zero_grad(set_to_none=True)
+
+
+def measure(shape: Shape, rounds: int, only: Sequence[str]) -> list[dict[str, Any]]:
+    """Every way's times, peak and bytes."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    size = 1, shape.tokens, shape.dim
+    x, grad = (torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(2))
+    x.requires_grad_()
+    parameters: dict[str, dict[str, torch.nn.Parameter]] = {"stock": {}, "fused": {}}
+    rows, running = [], []
+    for way in WAYS:
+        if only and not any(text in way.name for text in only) and way.name not in (WAYS[0].name, "our experts"):
+            continue
+        variant = Variant(way, shape, parameters["stock" if way.experts == "stock" else "fused"], x, grad)
+        for _ in range(WARM):
+            variant.forget_gradients()
+            variant.step()
+        variant.forget_gradients()
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        variant.step()
+        torch.cuda.synchronize()
+        row: dict[str, Any] = {**way._asdict(), "ms": [], "peak_bytes": torch.cuda.max_memory_allocated() - before}
+        variant.forget_gradients()
+        row["bytes_out"] = 0 if variant.session is None else variant.session.records[-1].bytes_out
+        rows.append(row)
+        running.append((variant, row))
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # as torchtitan trains: garbage is collected between steps
+    for number in range(rounds):
+        for variant, row in running[:: 1 if number % 2 == 0 else -1]:
+            variant.forget_gradients()
+            gc.collect()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            variant.step()
+            torch.cuda.synchronize()
+            row["ms"].append((time.perf_counter() - begin) * 1e3)
+    for variant, _ in running:
+        if variant.session is not None:
+            variant.session.close()
+    return rows
+
+
+def table(shape: Shape, rows: Sequence[dict[str, Any]]) -> str:
+    """As Markdown."""
+    lines = [
+        ", ".join(f"{name} {size}" for name, size in shape._asdict().items()) + "; bf16.",
+        "",
+        "| way | ms, median (min, max) | peak MiB | MiB out |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        times = f"{statistics.median(row['ms']):.1f} ({min(row['ms']):.1f}, {max(row['ms']):.1f})"
+        sizes = " | ".join(f"{row[kind] / 2**20:.0f}" for kind in ("peak_bytes", "bytes_out"))
+        lines.append(f"| {row['name']} | {times} | {sizes} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run, print a table, write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"layers": 8, "experts": 64, "top": 8, "dim": 2048, "ffn": 1408, "tokens": 4096}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        help="torchtitan's and our experts without offloading, and ways with one of these texts in their names",
+    )
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a CUDA device; torch sees none here.")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    warnings.simplefilter("ignore")
+    shape = Shape(*(getattr(arguments, name) for name in Shape._fields))
+    head = setting(arguments.rounds)
+    rows = measure(shape, arguments.rounds, arguments.only)
+    print(", ".join(f"{key} {value}" for key, value in head.items()))
+    print("\n" + table(shape, rows), flush=True)
+    if arguments.json:
+        found = {"schema": "1.0", "setting": head, "shape": shape._asdict(), "results": rows}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

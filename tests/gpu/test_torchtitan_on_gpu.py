@@ -1,0 +1,76 @@
+"""Experts of torchtitan by the fused grouped MLP on Hopper GPUs, in torchtitan's own MoE layer, on one rank and on two."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_offload import OffloadSession
+from te_offload.fused import fusions_in
+from te_offload.slots import Fate
+from tests.support.mlp import assert_same_bits
+from tests.support.process_groups import on_two_ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed here")
+    from tests.support.titan_moe import BACKENDS, DIM, inputs, make, step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
+_PROGRAM = (
+    "import os, sys, warnings; warnings.simplefilter('ignore')\n"
+    "from tests.support.titan_moe import main\n"
+    "main(int(sys.argv[1]), 'cuda', sys.argv[2]); sys.stdout.flush(); os._exit(0)"
+)
+
+
+@pytest.mark.parametrize("theirs", ["stock", "fused"])
+def test_it_computes_what_torchtitans_experts_do(theirs: str) -> None:
+    x, grad = inputs(device="cuda")
+    ours = make("ours", "cuda")
+    expected, found = step(make(theirs, "cuda"), x, grad), step(ours, x, grad)
+    assert expected.keys() == found.keys()
+    for name, tensor in found.items():
+        assert float((tensor - expected[name]).norm() / expected[name].norm()) < 1e-2, name  # in bf16, both
+    (fusion,) = fusions_in(ours)
+    assert (fusion.fused, fusion.reason) == (1, "")
+
+
+def test_rows_that_are_no_experts_are_zero_and_take_no_gradient() -> None:
+    experts = make("ours", "cuda").routed_experts.inner_experts
+    x = torch.randn(50, DIM, device="cuda", requires_grad=True)
+    y = experts(x, torch.tensor([10, 0, 20, 5], device="cuda"))
+    y.sum().backward()
+    assert x.grad is not None
+    assert not y[35:].any() and not x.grad[35:].any() and x.grad[:35].any(1).all()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["act_input saved", "FC1 again"])
+def test_a_session_changes_no_bit(again: bool) -> None:
+    x, grad = inputs(device="cuda")
+    expected, moe = step(make("ours", "cuda"), x, grad), make("ours", "cuda", recompute_act_input=again)
+    with OffloadSession(moe, min_bytes=0) as session:
+        for _ in range(3):
+            torch.full((64, 1024, 1024), float("nan"), device="cuda")  # what is free holds no number
+            with session.step():
+                found = step(moe, x, grad)
+            assert_same_bits(expected, found)
+            fates = {row.op[-1]: row.fate for row in session.records[-1].slots if "mlp" in row.op}
+            act_input = Fate.RECOMPUTED if again else Fate.OFFLOADED
+            assert fates == {"0": Fate.OFFLOADED, "1": act_input, "2": Fate.RECOMPUTED}
+            assert session.records[-1].bytes_out > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_that_share_the_experts_compute_what_one_does(tmp_path: Path) -> None:
+    outputs = on_two_ranks(_PROGRAM, str(tmp_path / "meeting"))
+    assert all(f"same under {backend}" in output for output in outputs for backend in BACKENDS["cuda"]), outputs
