@@ -8,6 +8,7 @@ torch.compile, or quantize.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import transformer_engine.pytorch as te
 
 from te_offload import ops
 from te_offload.errors import ArgumentError, NotInstalledError
-from te_offload.fused import explain, find_windows
+from te_offload.fused import explain, find_windows, hopper
 from te_offload.fused.given import GivenGroupedLinear
 from te_offload.ops import inside, te_adapter
 
@@ -76,6 +77,8 @@ class GroupedExperts(FusedGroupedExperts):
             GivenGroupedLinear(**stays[2]),
         )
         inside.hold(self, _MLP, pipeline)
+        self._asked: Any = None  # of what the answer is
+        self._answer: str | None = None
         self._said: str | None = None
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
@@ -90,7 +93,7 @@ class GroupedExperts(FusedGroupedExperts):
         fc1.give(w13.bfloat16().flatten(1, 2))
         fc2.give(w2.bfloat16())
         try:
-            reason = _reason_against(pipeline)
+            reason = self._reason_against(pipeline)
             if reason is None:
                 x = x_RD.bfloat16()
                 splits = num_tokens_per_expert_E.to(x.device, torch.int64)
@@ -106,14 +109,17 @@ class GroupedExperts(FusedGroupedExperts):
         theirs: torch.Tensor = super().forward(x_RD, num_tokens_per_expert_E)
         return theirs
 
-
-def _reason_against(pipeline: Any) -> str | None:
-    """Why the fused op does not take the experts here and now; ``None``: it does."""
-    if te_adapter.quantization_enabled():
-        return "te.autocast quantizes, which these experts do not"
-    (window,) = find_windows(list(pipeline))
-    support = explain(window)
-    return None if support.ok else support.reason
+    def _reason_against(self, pipeline: Any) -> str | None:
+        """Why the fused op does not take the experts here and now; ``None``: it does."""
+        if te_adapter.quantization_enabled():
+            return "te.autocast quantizes, which these experts do not"
+        fc1 = pipeline[0]
+        asked = os.environ.get(hopper.SWITCH), fc1.num_groups, fc1.out_features, fc1.in_features
+        if asked != self._asked:  # the answer takes the host a millisecond
+            (window,) = find_windows(list(pipeline))
+            support = explain(window)
+            self._asked, self._answer = asked, None if support.ok else support.reason
+        return self._answer
 
 
 @override(target=_Stock.Config, description="Routed experts by te_offload's fused grouped MLP.")  # type: ignore[untyped-decorator]

@@ -144,7 +144,7 @@ def _without_odd_ones(region: Load, rules: Rules, device: torch.device, loads: l
     odd: list[Saved] = []
     for handle in region.handles:
         tensor = handle.held[0]
-        goes = is_plain(tensor) and tensor.device == device and not (is_discarded(tensor) or tensor.requires_grad)
+        goes = is_plain(tensor) and tensor.device == device and not (is_discarded(tensor) or _is_leaf(tensor))
         (able if goes else odd).append(handle)
     return _cut(region, able, odd, rules, device, loads) if able else region
 
@@ -201,11 +201,18 @@ def _reason_to_stay(
         return Reason.OTHER_DEVICE
     if entry.nbytes < rules.min_bytes:
         return Reason.TOO_SMALL
-    if not entry.once and True in map(_NEEDS_GRAD, tensors):  # leaves, which autograd holds, hooks or none
+    if not entry.once and True in map(_NEEDS_GRAD, tensors) and any(map(_is_leaf, tensors)):
         return Reason.LEAF
     if rules.plan is not None and not rules.plan.goes(entry.title, entry.visit.forward):
         return Reason.PLAN
     return _NONE
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether autograd itself holds a tensor, which a handle has without its graph: with the node that accumulates its
+    gradient. Not so a view that a function of autograd made of its input: no flag of its own says that it needs one.
+    """
+    return tensor.requires_grad and tensor._base is None
 
 
 def _share_memory(loads: list[Load], owned: frozenset[int], staying: set[int]) -> bool:

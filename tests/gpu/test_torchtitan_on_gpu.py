@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from te_offload import OffloadSession
-from te_offload.fused import fusions_in
+from te_offload.fused import fusions_in, hopper
 from te_offload.slots import Fate
 from tests.support.mlp import assert_same_bits
 from tests.support.process_groups import on_two_ranks
@@ -26,6 +26,13 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "1")
+
+
 _PROGRAM = (
     "import os, sys, warnings; warnings.simplefilter('ignore')\n"
     "from tests.support.titan_moe import main\n"

@@ -91,6 +91,45 @@ def test_a_leaf_that_needs_a_gradient_stays_and_the_others_go() -> None:
             assert "autograd holds it" in session.report()
 
 
+def test_a_view_that_a_function_of_autograd_makes_of_its_input_is_no_such_leaf_and_goes() -> None:
+    """It says that it is one, and that it needs a gradient; Transformer Engine's norms and linears save such."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    class SavesAView(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            view = x.view(-1, 10)
+            assert view.is_leaf and view.requires_grad
+            ctx.save_for_backward(view)
+            seen.append(weakref.ref(view))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (view,) = ctx.saved_tensors
+            assert torch.equal(view, torch.arange(100.0).view(-1, 10) * 3)
+            return grad * 2
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = SavesAView.apply(x * 3)  # type: ignore[no-untyped-call]
+            return y
+
+    layer = Layer()
+    with OffloadSession(layer, min_bytes=0) as session, session.step():
+        y = layer(torch.arange(100.0).requires_grad_() * 1)
+        gc.collect()
+        assert seen[0]() is None, "its memory is not free"
+        y.sum().backward()
+    record = session.records[-1]
+    assert record.bytes_out == record.bytes_back == 400
+    assert not [row for row in record.slots if row.reason is Reason.LEAF]
+
+
 def test_what_shares_memory_with_such_a_leaf_stays_too() -> None:
     expected, block = train(Block(shares=True)), Block(shares=True)
     with OffloadSession(block, min_bytes=0) as session, session.step():

@@ -135,8 +135,23 @@ def main(rank: int, device: str, meeting: str) -> None:
     expected = step(whole, x, grad)
     for backend in BACKENDS[device]:
         with expert_parallel(backend, device, 2) as moe:
+            take_weights(moe, whole, rank)
             compare(rank, moe, expected, x, grad)
         print("same under", backend, flush=True)
+
+
+def rows_of(rank: int) -> slice:
+    """Of a rank's experts among all."""
+    return slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
+
+
+def take_weights(moe: Any, whole: Any, rank: int) -> None:
+    """A rank's, of those of a whole layer: where shards are plain tensors each rank fills its own from the first number."""
+    weights = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in moe.named_parameters():
+            weight = weights[name][rows_of(rank)] if "inner_experts" in name else weights[name]
+            getattr(parameter, "to_local", lambda parameter=parameter: parameter)().copy_(weight)
 
 
 def compare(rank: int, moe: Any, expected: dict[str, torch.Tensor], x: torch.Tensor, grad: torch.Tensor) -> None:
@@ -149,13 +164,12 @@ def compare(rank: int, moe: Any, expected: dict[str, torch.Tensor], x: torch.Ten
 
     mine = slice(rank, rank + 1)
     found = step(moe, x[mine], grad[mine])
-    rows = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
     for name, tensor in found.items():
         other = expected[name]
         if name in ("y", "x"):
             other = other[mine]
         elif "inner_experts" in name:
-            other = other[rows]
+            other = other[rows_of(rank)]
         else:  # the router's, of this rank's tokens
             dist.all_reduce(tensor)
         error = float((tensor - other).norm() / other.norm())
