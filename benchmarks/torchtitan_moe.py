@@ -87,7 +87,7 @@ def give_up_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def make_layers(shape: Shape, way: Way, first: dict[str, torch.nn.Parameter]) -> torch.nn.ModuleList:
+def make_layers(shape: Shape, way: Way, first: dict[str, torch.nn.Parameter], device: str) -> torch.nn.ModuleList:
     """MoE layers, with parameters of their own, or those of the first layers that had their names."""
     from torchtitan.models.common.config_utils import make_routed_experts_config
     from torchtitan.models.common.linear import Linear
@@ -121,8 +121,8 @@ def make_layers(shape: Shape, way: Way, first: dict[str, torch.nn.Parameter]) ->
             layer = config.build()
         known = all(f"{number}.{name}" in first for name, _ in layer.named_parameters())
         if not known:
-            layer.to(torch.bfloat16).to_empty(device="cuda")
-            layer.init_states(buffer_device=torch.device("cuda"))
+            layer.to(torch.bfloat16).to_empty(device=device)
+            layer.init_states(buffer_device=torch.device(device))
             for name, parameter in layer.named_parameters():
                 parameter.register_post_accumulate_grad_hook(give_up_gradient)
                 first[f"{number}.{name}"] = parameter
@@ -131,7 +131,7 @@ def make_layers(shape: Shape, way: Way, first: dict[str, torch.nn.Parameter]) ->
                 module._parameters[name] = first[".".join(filter(None, (str(number), prefix, name)))]
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.zeros_like(buffer, device="cuda")
+                    module._buffers[name] = torch.zeros_like(buffer, device=device)
         layers.append(layer)
     return layers
 
@@ -143,7 +143,7 @@ class Variant:
         self, way: Way, shape: Shape, first: dict[str, torch.nn.Parameter], x: torch.Tensor, grad: torch.Tensor
     ) -> None:
         self.way, self._x, self._grad = way, x, grad
-        self.layers = make_layers(shape, way, first)
+        self.layers = make_layers(shape, way, first, x.device.type)
         policy = "planned" if way.planned else None
         self.session: OffloadSession | None = None
         if way.session:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from te_offload import Fate
+from te_offload import Fate, Reason
 from te_offload.fused import hopper
 from tests.support.docs_code import EXPERTS, FFN, HIDDEN, LAYERS, SPLITS, LossOf, Model, batches, code_blocks, run
 from tests.support.mlp import make_inputs, seeded
@@ -62,7 +62,9 @@ def test_inputs_of_layers_that_are_computed_again_go_and_nothing_else_does() -> 
                 y.sum().backward()
             twin(x, *more).sum().backward()
     for record in session.records:
-        assert record.bytes_out == record.bytes_back == LAYERS * sum(SPLITS) * HIDDEN * 4
+        rows = sum(SPLITS) * HIDDEN * 4
+        assert record.bytes_out == record.bytes_back == (LAYERS - 1) * rows
+        assert [row.nbytes for row in record.slots if row.reason is Reason.LEAF] == [rows]  # x itself
         assert {row.fate for row in record.slots if row.op} == {Fate.RECOMPUTED}
     expected = gradients(twin)
     assert expected and all(map(torch.equal, gradients(model), expected))
