@@ -20,6 +20,7 @@ import transformer_engine.pytorch as te
 from te_offload import ops
 from te_offload.errors import ArgumentError, NotInstalledError
 from te_offload.fused import explain, find_windows, hopper
+from te_offload.fused.calls import calls_of
 from te_offload.fused.given import GivenGroupedLinear
 from te_offload.ops import inside, te_adapter
 
@@ -103,6 +104,7 @@ class GroupedExperts(FusedGroupedExperts):
         finally:
             fc1.take_back()
             fc2.take_back()
+        calls_of(fc1).reason = reason  # for a session's report
         if reason != self._said:
             self._said = reason
             warnings.warn(f"te_offload.torchtitan: torchtitan's own code computes the experts: {reason}.", stacklevel=2)
@@ -135,6 +137,8 @@ def grouped_experts(
     """
     if type(config) is not _Stock.Config:
         return config
+    if isinstance(no_offload_activation, str):
+        no_offload_activation = (no_offload_activation,)
     return derive(
         fused_grouped_experts(config),
         GroupedExperts.Config,

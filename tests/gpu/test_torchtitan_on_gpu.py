@@ -81,3 +81,4 @@ def test_a_session_changes_no_bit(again: bool) -> None:
 def test_two_ranks_that_share_the_experts_compute_what_one_does(tmp_path: Path) -> None:
     outputs = on_two_ranks(_PROGRAM, str(tmp_path / "meeting"))
     assert all(f"same under {backend}" in output for output in outputs for backend in BACKENDS["cuda"]), outputs
+    assert all("same, sharded" in output for output in outputs), outputs

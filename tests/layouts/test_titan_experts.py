@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from te_offload import OffloadSession, Reason, ops
-from te_offload.errors import ArgumentError, UnsupportedError
+from te_offload.errors import ArgumentError, NotInstalledError, UnsupportedError
 from te_offload.fused import fusions_in, hopper
 from te_offload.slots import Fate
 from tests.support.mlp import assert_same_bits
@@ -150,9 +152,21 @@ def test_what_does_not_run_fused_torchtitan_computes_and_a_warning_says_why_once
     with pytest.warns(UserWarning, match="torchtitan's own code computes the experts: .*TE_OFFLOAD_FUSED_MLP is 0"):
         found = step(moe, x, grad)
     step(moe, x, grad)  # warnings are errors
-    assert len(calls) == 4
+    with OffloadSession(moe) as session, session.step():
+        step(moe, x, grad)
+    assert "TE_OFFLOAD_FUSED_MLP is 0" in " ".join(session.report().split())
+    assert len(calls) == 6
     expected = step(make("stock"), x, grad)
     assert all(float((found[name] - other).norm() / other.norm()) < 1e-2 for name, other in expected.items())
+
+
+def test_without_torchtitan_an_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan.config", None)
+    monkeypatch.delitem(sys.modules, "te_offload.torchtitan")
+    with pytest.raises(
+        NotInstalledError, match=r"is for torchtitan 0\.3\.0, which cannot be imported here: .*torchtitan"
+    ):
+        importlib.import_module("te_offload.torchtitan")
 
 
 def test_nothing_is_held_between_steps_but_parameters() -> None:
@@ -210,3 +224,4 @@ def test_two_ranks_that_share_the_experts_compute_what_one_does_and_a_session_ch
     )
     outputs = on_two_ranks(program, str(tmp_path / "meeting"))
     assert all(f"same under {backend}" in output for output in outputs for backend in BACKENDS["cpu"]), outputs
+    assert all("same, sharded" in output for output in outputs), outputs

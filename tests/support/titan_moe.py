@@ -7,6 +7,7 @@ weights, whatever shares them. Does not: build a torchtitan model, whose other m
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -123,7 +124,7 @@ def step(layer: Any, x: torch.Tensor, grad: torch.Tensor) -> dict[str, torch.Ten
 
 def main(rank: int, device: str, meeting: str) -> None:
     """One rank of two that share the experts, with half of the batch each: prints of each of `BACKENDS` that what they
-    found is what one rank finds with all of it, and in a session the same bits.
+    found is what one rank finds with all of it, and in a session the same bits; and so of FSDP2.
     """
     if device != "cpu":
         torch.cuda.set_device(rank)
@@ -138,6 +139,40 @@ def main(rank: int, device: str, meeting: str) -> None:
             take_weights(moe, whole, rank)
             compare(rank, moe, expected, x, grad)
         print("same under", backend, flush=True)
+    compare_sharded(rank, whole, x.bfloat16(), grad.bfloat16())
+    print("same, sharded", flush=True)
+
+
+def compare_sharded(rank: int, whole: Any, x: torch.Tensor, grad: torch.Tensor) -> None:
+    """The same of a layer that FSDP2 shards, with weights in bf16 and gradients in float32 as torchtitan has them: the mean
+    over ranks, of shards by the first dimension.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from te_offload import OffloadSession
+
+    expected, moe = step(copy.deepcopy(whole).bfloat16(), x, grad), copy.deepcopy(whole)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(x.device.type, (2,))
+    for part in (moe.routed_experts.inner_experts, moe):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    mine = slice(rank, rank + 1)
+    found = step(moe, x[mine], grad[mine])
+    for name, tensor in found.items():
+        at = mine if name in ("y", "x") else rows_of(rank)
+        other = expected[name][at]
+        error = float((tensor * (1 if name in ("y", "x") else 2) - other).norm() / other.norm())
+        assert tensor.shape == other.shape and error < 3e-2, (name, error)
+    with OffloadSession(moe, min_bytes=0) as session:
+        for _ in range(3):
+            with session.step():
+                again = step(moe, x[mine], grad[mine])
+            assert session.records[-1].bytes_out > 0
+            assert all(torch.equal(tensor, found[name]) for name, tensor in again.items())
 
 
 def rows_of(rank: int) -> slice:
