@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import pickle
 import sys
 import warnings
 from pathlib import Path
@@ -180,17 +179,11 @@ def test_nothing_is_held_between_steps_but_parameters() -> None:
     assert not fuser._flat_basic_op_params and not any(fuser._basic_op_params)
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda moe: pickle.loads(pickle.dumps(moe))], ids=["copy", "pickle"]
-)
-def test_a_copy_computes_with_weights_of_its_own(duplicate: Any) -> None:
+def test_a_copy_computes_with_weights_of_its_own() -> None:
     x, grad = inputs()
     moe = make("ours")
     expected = step(moe, x, grad)
-    try:
-        other = duplicate(moe)
-    except (AttributeError, pickle.PicklingError, TypeError) as error:
-        pytest.skip(f"torchtitan's own module cannot be copied so: {error}")
+    other = copy.deepcopy(moe)
     with torch.no_grad():
         for parameter in moe.parameters():
             parameter.zero_()
