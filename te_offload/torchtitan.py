@@ -92,7 +92,7 @@ class GroupedExperts(FusedGroupedExperts):
         fc1, _, fc2 = pipeline
         w13, w2 = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.w13, self.w2_EDF))
         fc1.give(w13.bfloat16().flatten(1, 2))
-        fc2.give(w2.bfloat16())
+        fc2.give(w2.bfloat16().contiguous())
         try:
             reason = self._reason_against(pipeline)
             if reason is None:
