@@ -117,7 +117,7 @@ class GroupedExperts(FusedGroupedExperts):
             return "te.autocast quantizes, which these experts do not"
         fc1 = pipeline[0]
         asked = os.environ.get(hopper.SWITCH), fc1.num_groups, fc1.out_features, fc1.in_features
-        if asked != self._asked:  # the answer takes the host a millisecond
+        if asked != self._asked:  # the answer takes the host most of a millisecond
             (window,) = find_windows(list(pipeline))
             support = explain(window)
             self._asked, self._answer = asked, None if support.ok else support.reason
