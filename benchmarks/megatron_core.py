@@ -20,7 +20,6 @@ weights that it kept.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import json
@@ -29,13 +28,12 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.stack_runs import setting
+from benchmarks.stack_runs import parser_of_sizes, setting
 from te_offload import OffloadSession
 from te_offload.megatron import GroupedMLP
 
@@ -295,9 +293,9 @@ def most(of_rank: float) -> float:
     """The largest number of any rank."""
     if dist.get_world_size() == 1:
         return of_rank
-    found = torch.tensor(of_rank, dtype=torch.float64, device="cuda")
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item()
+    found = torch.empty(dist.get_world_size(), dtype=torch.float64, device="cuda")
+    dist.all_gather_into_tensor(found, torch.tensor([of_rank], dtype=torch.float64, device="cuda"))
+    return float(found.amax())
 
 
 def measure(
@@ -387,29 +385,12 @@ def table(
 
 def main() -> None:
     """Run, print a table, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, size in {
-        "layers": 8,
-        "experts": 64,
-        "top": 8,
-        "hidden": 2048,
-        "ffn": 1408,
-        "heads": 16,
-        "sequence": 4096,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
+    sizes = {"layers": 8, "experts": 64, "top": 8, "hidden": 2048, "ffn": 1408, "heads": 16, "sequence": 4096}
+    parser = parser_of_sizes(__doc__, "the two without offloading", sizes)
     parser.add_argument(
         "--fp8", choices=("tensorwise", "blockwise", "delayed"), help="the recipe of Megatron-core's --fp8-recipe"
     )
     parser.add_argument("--microbatches", type=int, default=1, help="of each rank, in a step")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=(),
-        help="the two without offloading, and those with one of these texts in their names",
-    )
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA device; torch sees none here.")

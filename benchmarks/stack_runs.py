@@ -31,6 +31,19 @@ def parser_of(description: str | None, *, rounds: int) -> argparse.ArgumentParse
     return parser
 
 
+def parser_of_sizes(description: str | None, plain: str, sizes: dict[str, int]) -> argparse.ArgumentParser:
+    """For one model of sizes that have defaults. ``plain``: the ways that always run."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--only", nargs="+", default=(), help=f"{plain}, and ways with one of these texts in their names"
+    )
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    return parser
+
+
 def setting(rounds: int) -> dict[str, Any]:
     """Of a run: the card, the versions, the rounds."""
     number = te_adapter.cublaslt_version()

@@ -13,7 +13,6 @@ up rows of a token in any order, with and without us; tests compare them with tw
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
@@ -22,13 +21,12 @@ import statistics
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.stack_runs import setting
+from benchmarks.stack_runs import parser_of_sizes, setting
 from te_offload import OffloadSession
 
 WARM = 4
@@ -221,18 +219,8 @@ def table(shape: Shape, rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run, print a table, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"layers": 8, "experts": 64, "top": 8, "dim": 2048, "ffn": 1408, "tokens": 4096}
-    for name, size in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=(),
-        help="torchtitan's and our experts without offloading, and ways with one of these texts in their names",
-    )
-    parser.add_argument("--json", type=Path)
+    parser = parser_of_sizes(__doc__, "torchtitan's and our experts without offloading", sizes)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA device; torch sees none here.")

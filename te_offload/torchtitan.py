@@ -1,9 +1,9 @@
 """The experts of a torchtitan model, by the fused grouped MLP: an override for its ``--override.imports``.
 
 In: torchtitan's config of its `GroupedExperts`. Out: a module in its place. Keeps true: parameters, how they are filled,
-sharded and named in checkpoints are those of torchtitan's own `FusedGroupedExperts`, whose class this is; no weight is
-copied; what the fused op does not take, torchtitan's code computes, and a warning says why. Does not: compile with
-torch.compile, or quantize.
+sharded and named in checkpoints are those of torchtitan's own `FusedGroupedExperts`, whose class this is; a weight in bf16
+is read where it lies; what the fused op does not take, torchtitan's code computes, and a warning says why. Does not:
+compile with torch.compile, or quantize.
 """
 
 from __future__ import annotations

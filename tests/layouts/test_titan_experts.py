@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformer_engine.pytorch as te
 
 from te_offload import OffloadSession, Reason, ops
 from te_offload.errors import ArgumentError, NotInstalledError, UnsupportedError
 from te_offload.fused import fusions_in, hopper
+from te_offload.fused.given import GivenGroupedLinear
+from te_offload.ops import inside
 from te_offload.slots import Fate
 from tests.support.mlp import assert_same_bits
 from tests.support.process_groups import on_two_ranks
@@ -171,8 +174,6 @@ def test_without_torchtitan_an_error_says_so(monkeypatch: pytest.MonkeyPatch) ->
 def test_nothing_is_held_between_steps_but_parameters() -> None:
     moe = make("ours")
     step(moe, *inputs())
-    from te_offload.ops import inside
-
     pipeline: Any = inside.held(experts_of(moe), "mlp")
     assert not list(pipeline.parameters())
     (fuser,) = pipeline._module_groups
@@ -192,16 +193,12 @@ def test_a_copy_computes_with_weights_of_its_own() -> None:
 
 
 def test_weights_that_nobody_gave_and_calls_that_do_not_run_fused_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from te_offload.fused.given import GivenGroupedLinear
-
     op = GivenGroupedLinear()
     with pytest.raises(ArgumentError, match="no weight was given"):
         op.given  # noqa: B018
     with pytest.raises(ArgumentError, match=r"contiguous \(experts, out_features, in_features\)"):
         op.give(torch.ones(2, 8, 8).mT)
     op.give(torch.ones(2, 8, 8))
-    import transformer_engine.pytorch as te
-
     pipeline = te.ops.Sequential(op, ops.ScaledSReLU(), ops.GroupedLinear(2, 8, 8, bias=False, device="cpu"))
     monkeypatch.setenv(hopper.SWITCH, "0")
     sizes = torch.tensor([1, 2])
