@@ -4,8 +4,10 @@
 
 One GPU, torchtitan 0.3.0's `MoE` (its router, its dispatcher of one rank) in bf16, each layer added to its input; no
 attention and no norms, since torchtitan's models need a newer torch than this package's tests have. Its experts are the
-stock `GroupedExperts`, its ``fused_grouped_experts`` override, or ours; the latter two have the same parameters. Layers may
-be within torch's checkpoint, as torchtitan's full activation checkpointing has them. A step is a forward and a backward
+stock `GroupedExperts`, its ``fused_grouped_experts`` override, those of its `Float8GroupedExpertsConverter` with the
+dispatcher that this brings (FP8 with a scale a row; needs torchao), or ours; ours and the fused ones have the same
+parameters. Layers may be within torch's checkpoint, as torchtitan's full activation checkpointing has them, or compiled as
+its `apply_compile` has blocks (``fullgraph=True``). A step is a forward and a backward
 from an idle GPU to an idle GPU; all ways take their turns in each round. ``peak`` is over what torch had allocated at the
 step's begin. A gradient is given up as soon as it is there, as FSDP does with whole ones. Bits are not compared: torch adds
 up rows of a token in any order, with and without us; tests compare them with two experts a token, where none matters.
@@ -21,9 +23,11 @@ import statistics
 import time
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.stack_runs import parser_of_sizes, setting
@@ -47,8 +51,10 @@ class Way(NamedTuple):
     """Whose experts, and what goes or is computed again.
 
     Attributes:
-        experts: ``"stock"`` or ``"fused"``, torchtitan's, or ``"ours"``. again: layers are within torch's checkpoint.
+        experts: ``"stock"``, ``"fused"`` or ``"float8"``, torchtitan's, or ``"ours"``. again: layers are within torch's
+            checkpoint.
         session: around what one is, ``"layers"`` or ``"experts"``. planned: its policy. fc1_again: `recompute_act_input`.
+        recipe: of ours. compiled: each layer.
     """
 
     name: str
@@ -57,6 +63,8 @@ class Way(NamedTuple):
     session: str = ""
     planned: bool = False
     fc1_again: bool = False
+    recipe: str | None = None
+    compiled: bool = False
 
 
 WAYS = (
@@ -64,7 +72,14 @@ WAYS = (
     Way("torchtitan's experts, layers again", "stock", again=True),
     Way("torchtitan's fused experts", "fused"),
     Way("torchtitan's fused experts, layers again", "fused", again=True),
+    Way("torchtitan's experts, compiled", "stock", compiled=True),
+    Way("torchtitan's fused experts, compiled", "fused", compiled=True),
+    Way("torchtitan's FP8 experts", "float8"),
+    Way("torchtitan's FP8 experts, compiled", "float8", compiled=True),
     Way("our experts", "ours"),
+    Way("our experts in FP8", "ours", recipe="fp8"),
+    Way("our experts in FP8, FC1 again", "ours", recipe="fp8", fc1_again=True),
+    Way("our experts in FP8 by blocks", "ours", recipe="fp8-block"),
     Way("our experts, layers again", "ours", again=True),
     Way("our experts, FC1 again", "ours", fc1_again=True),
     Way("our experts, a session: experts", "ours", session="experts"),
@@ -107,7 +122,8 @@ def make_layers(shape: Shape, way: Way, first: dict[str, torch.nn.Parameter], de
         if way.experts == "fused":
             routed.inner_experts = fused_grouped_experts(routed.inner_experts)
         elif way.experts == "ours":
-            routed.inner_experts = grouped_experts(routed.inner_experts, recompute_act_input=way.fc1_again)
+            ways: dict[str, Any] = {"recompute_act_input": way.fc1_again, "recipe": way.recipe}
+            routed.inner_experts = grouped_experts(routed.inner_experts, **ways)
         gate = Linear.Config(in_features=shape.dim, out_features=shape.experts, param_init={"weight": fill})
         config = MoE.Config(
             num_experts=shape.experts,
@@ -115,6 +131,11 @@ def make_layers(shape: Shape, way: Way, first: dict[str, torch.nn.Parameter], de
             router=TokenChoiceTopKRouter.Config(num_experts=shape.experts, gate=gate, top_k=shape.top),
             load_balance_coeff=None,
         )
+        if way.experts == "float8":
+            from torchtitan.components.quantization import float8
+
+            converter = float8.Float8GroupedExpertsConverter
+            config = converter(converter.Config(model_compile_enabled=way.compiled)).convert(config)
         with torch.device("meta"):
             layer = config.build()
         known = all(f"{number}.{name}" in first for name, _ in layer.named_parameters())
@@ -130,6 +151,8 @@ def make_layers(shape: Shape, way: Way, first: dict[str, torch.nn.Parameter], de
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     module._buffers[name] = torch.zeros_like(buffer, device=device)
+        if way.compiled:
+            layer.compile(fullgraph=True)
         layers.append(layer)
     return layers
 
@@ -167,12 +190,15 @@ def measure(shape: Shape, rounds: int, only: Sequence[str]) -> list[dict[str, An
     size = 1, shape.tokens, shape.dim
     x, grad = (torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(2))
     x.requires_grad_()
-    parameters: dict[str, dict[str, torch.nn.Parameter]] = {"stock": {}, "fused": {}}
+    parameters: dict[str, dict[str, torch.nn.Parameter]] = {"stock": {}, "fused": {}, "float8": {}}
     rows, running = [], []
     for way in WAYS:
         if only and not any(text in way.name for text in only) and way.name not in (WAYS[0].name, "our experts"):
             continue
-        variant = Variant(way, shape, parameters["stock" if way.experts == "stock" else "fused"], x, grad)
+        if way.experts == "float8" and find_spec("torchao") is None:
+            print(f"{way.name}: not run, torchao is not installed here.")
+            continue
+        variant = Variant(way, shape, parameters[way.experts if way.experts in parameters else "fused"], x, grad)
         for _ in range(WARM):
             variant.step()
         torch.cuda.synchronize()
@@ -226,6 +252,9 @@ def main() -> None:
         raise SystemExit("This benchmark needs a CUDA device; torch sees none here.")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     warnings.simplefilter("ignore")
+    torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan's apply_compile
+    if not hasattr(torch.compiler, "_is_non_strict_tracing"):  # of newer torches: a compiler's question, no here
+        torch.compiler._is_non_strict_tracing = lambda: False  # type: ignore[attr-defined]
     shape = Shape(*(getattr(arguments, name) for name in Shape._fields))
     head = setting(arguments.rounds)
     rows = measure(shape, arguments.rounds, arguments.only)

@@ -2,12 +2,13 @@
 
 In: torchtitan's config of its `GroupedExperts`. Out: a module in its place. Keeps true: parameters, how they are filled,
 sharded and named in checkpoints are those of torchtitan's own `FusedGroupedExperts`, whose class this is; a weight in bf16
-is read where it lies; what the fused op does not take, torchtitan's code computes, and a warning says why. Does not:
-compile with torch.compile, or quantize.
+is read where it lies; what the fused op does not take, torchtitan's code computes in bf16, and a warning says why, or an
+error where a recipe was asked for. Does not: compile with torch.compile, or keep weights in FP8.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Collection
@@ -16,9 +17,10 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.common import recipe as te_recipe
 
 from te_offload import ops
-from te_offload.errors import ArgumentError, NotInstalledError
+from te_offload.errors import ArgumentError, NotInstalledError, UnsupportedError
 from te_offload.fused import explain, find_windows, hopper
 from te_offload.fused.calls import calls_of
 from te_offload.fused.given import GivenGroupedLinear
@@ -35,11 +37,16 @@ except ImportError as error:
     ) from error
 
 SLOTS = ("fc1_input", "act_input", "fc2_input")
+RECIPES: dict[str, type[te_recipe.Recipe]] = {
+    "fp8": te_recipe.Float8CurrentScaling,
+    "fp8-block": te_recipe.Float8BlockScaling,
+}
+"""By names that ``te-offload demo`` has too. Delayed scaling has state, of which torchtitan's checkpoints do not know."""
 _MLP = "mlp"
 
 
 class GroupedExperts(FusedGroupedExperts):
-    """What torchtitan 0.3.0's `GroupedExperts` computes, in bf16, with slots that can be offloaded one by one.
+    """What torchtitan 0.3.0's `GroupedExperts` computes, in bf16 or FP8, with slots that can be offloaded one by one.
 
     Parameters are ``w13`` (E, F, 2, D), gate and up side by side, and ``w2_EDF`` (E, D, F); in checkpoints ``w1_EFD``,
     ``w3_EFD`` and ``w2_EDF``, as of the stock module. Under expert or tensor parallelism each rank has its shard. Slots are
@@ -53,18 +60,28 @@ class GroupedExperts(FusedGroupedExperts):
         Attributes:
             no_offload_activation: slots that stay on the GPU, of `SLOTS`.
             recompute_act_input: as of `te_offload.ops.ScaledSwiGLU`.
+            recipe: in which the experts compute, of `RECIPES`; ``None``: that of a ``te.autocast`` around the model, else
+                bf16.
+            keep_quantized_weight: as of `te_offload.ops.GroupedLinear`; by default the backward makes again what it reads
+                of quantized weights, so that what FSDP2 frees after the forward has no copy.
         """
 
         no_offload_activation: tuple[str, ...] = ()
         recompute_act_input: bool = False
+        recipe: str | None = None
+        keep_quantized_weight: bool = False
 
     def __init__(self, config: Config) -> None:
         """See `Config`.
 
         Raises:
-            ArgumentError: a slot of another name.
+            ArgumentError: a slot, or a recipe, of another name.
         """
         super().__init__(config)
+        if config.recipe is not None and config.recipe not in RECIPES:
+            raise ArgumentError(
+                f"GroupedExperts: recipe is {config.recipe!r}, but must be one of {', '.join(RECIPES)}, or None."
+            )
         if unknown := sorted(set(config.no_offload_activation) - set(SLOTS)):
             raise ArgumentError(
                 f"GroupedExperts: no_offload_activation has {', '.join(unknown)}, but slots are {', '.join(SLOTS)}."
@@ -73,11 +90,12 @@ class GroupedExperts(FusedGroupedExperts):
             {"no_offload_activation": slot in config.no_offload_activation} for slot in SLOTS
         ]
         pipeline = te.ops.Sequential(
-            GivenGroupedLinear(**stays[0]),
+            GivenGroupedLinear(keep_quantized_weight=config.keep_quantized_weight, **stays[0]),
             ops.ScaledSwiGLU(1, recompute_act_input=config.recompute_act_input, **stays[1]),
-            GivenGroupedLinear(**stays[2]),
+            GivenGroupedLinear(keep_quantized_weight=config.keep_quantized_weight, **stays[2]),
         )
         inside.hold(self, _MLP, pipeline)
+        self._recipe = None if config.recipe is None else RECIPES[config.recipe]()
         self._asked: Any = None  # of what the answer is
         self._answer: str | None = None
         self._said: str | None = None
@@ -87,6 +105,9 @@ class GroupedExperts(FusedGroupedExperts):
 
         Args:
             x_RD: the rows of one expert after the other. num_tokens_per_expert_E: of this rank's experts; of any dtype.
+
+        Raises:
+            UnsupportedError: the fused op does not take these experts under the recipe that was asked for; with the reason.
         """
         pipeline: Any = inside.held(self, _MLP)
         fc1, _, fc2 = pipeline
@@ -94,16 +115,24 @@ class GroupedExperts(FusedGroupedExperts):
         fc1.give(w13.bfloat16().flatten(1, 2))
         fc2.give(w2.bfloat16().contiguous())
         try:
-            reason = self._reason_against(pipeline)
+            recipe = te_adapter.active_recipe() if self._recipe is None else self._recipe
+            reason = self._reason_against(pipeline, recipe)
             if reason is None:
                 x = x_RD.bfloat16()
                 splits = num_tokens_per_expert_E.to(x.device, torch.int64)
                 scales = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
-                y: torch.Tensor = pipeline(x, splits, scales, splits)
+                with contextlib.nullcontext() if self._recipe is None else te.autocast(recipe=self._recipe):
+                    y: torch.Tensor = pipeline(x, splits, scales, splits)
                 return y.type_as(x_RD)
         finally:
             fc1.take_back()
             fc2.take_back()
+        if self._recipe is not None:
+            raise UnsupportedError(
+                f"GroupedExperts: under {type(self._recipe).__name__}, as was asked for, the fused grouped MLP does not "
+                f"take {fc1.num_groups} experts of {fc2.out_features} x {fc2.in_features}: {reason}. Without recipe= they "
+                "compute in bf16."
+            )
         calls_of(fc1).reason = reason  # for a session's report
         if reason != self._said:
             self._said = reason
@@ -111,26 +140,32 @@ class GroupedExperts(FusedGroupedExperts):
         theirs: torch.Tensor = super().forward(x_RD, num_tokens_per_expert_E)
         return theirs
 
-    def _reason_against(self, pipeline: Any) -> str | None:
-        """Why the fused op does not take the experts here and now; ``None``: it does."""
-        if te_adapter.quantization_enabled():
-            return "te.autocast quantizes, which these experts do not"
+    def _reason_against(self, pipeline: Any, recipe: Any) -> str | None:
+        """Why the fused op does not take the experts here and now, under a recipe; ``None``: it does."""
+        if recipe is not None and recipe.delayed():
+            return "delayed scaling has state, of which torchtitan's checkpoints do not know"
         fc1 = pipeline[0]
-        asked = os.environ.get(hopper.SWITCH), fc1.num_groups, fc1.out_features, fc1.in_features
+        sizes = fc1.num_groups, fc1.out_features, fc1.in_features
+        asked = os.environ.get(hopper.SWITCH), te_adapter.recipe_key(recipe), sizes
         if asked != self._asked:  # the answer takes the host most of a millisecond
             (window,) = find_windows(list(pipeline))
-            support = explain(window)
+            support = explain(window, recipe)
             self._asked, self._answer = asked, None if support.ok else support.reason
         return self._answer
 
 
 @override(target=_Stock.Config, description="Routed experts by te_offload's fused grouped MLP.")  # type: ignore[untyped-decorator]
 def grouped_experts(
-    config: Any, *, no_offload_activation: Collection[str] = (), recompute_act_input: bool = False
+    config: Any,
+    *,
+    no_offload_activation: Collection[str] = (),
+    recompute_act_input: bool = False,
+    recipe: str | None = None,
+    keep_quantized_weight: bool = False,
 ) -> Any:
     """An override of torchtitan's: `GroupedExperts` in the place of its stock module. What is of another class stays.
 
-    ``--override.imports 'te_offload.torchtitan.grouped_experts={"recompute_act_input": true}'``
+    ``--override.imports 'te_offload.torchtitan.grouped_experts={"recompute_act_input": true, "recipe": "fp8"}'``
 
     Args:
         config: what torchtitan would build. others: of `GroupedExperts.Config`.
@@ -144,4 +179,6 @@ def grouped_experts(
         GroupedExperts.Config,
         no_offload_activation=tuple(no_offload_activation),
         recompute_act_input=recompute_act_input,
+        recipe=recipe,
+        keep_quantized_weight=keep_quantized_weight,
     )

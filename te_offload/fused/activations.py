@@ -14,7 +14,6 @@ from te_offload.ops import te_adapter
 
 _BLOCK = 32  # columns of each half that the kernels' tiles hold a multiple of
 _HALF_TILE = 64  # columns of each half in a tile by blocks: one whose half is in two blocks of scales is not taken
-_AT_ONCE = 8  # columns that a thread of the quantizers writes, which are of one half
 
 
 def is_gated(op: Any) -> bool:
@@ -56,9 +55,7 @@ def reason_quantized(op: Any, columns: int, *, by_blocks: bool) -> str | None:
     """Why Hopper's kernels for FP8 do not take an activation of so many columns; ``None`` if they do."""
     if not is_gated(op):
         return None
-    interleave, name = op.glu_interleave_size, type(op).__name__
-    if interleave and interleave % _AT_ONCE:
-        return f"its activation is {name} with glu_interleave_size={interleave}; in FP8 it takes 8, 16 and 32"
-    if by_blocks and not interleave and columns % (2 * _HALF_TILE):
+    if by_blocks and not op.glu_interleave_size and columns % (2 * _HALF_TILE):
+        name = type(op).__name__
         return f"FC1 gives {columns} columns to {name}, which are not a multiple of {2 * _HALF_TILE}, as it takes by blocks"
     return None

@@ -22,11 +22,19 @@ class GivenGroupedLinear(GroupedLinear):
     """``y_i = x_i @ w_i.T`` with weights that are given.
 
     Args:
-        no_offload_activation: as of `GroupedLinear`.
+        no_offload_activation, keep_quantized_weight: as of `GroupedLinear`.
     """
 
-    def __init__(self, *, no_offload_activation: bool = False) -> None:
-        super().__init__(1, 8, 8, bias=False, device="meta", no_offload_activation=no_offload_activation)
+    def __init__(self, *, no_offload_activation: bool = False, keep_quantized_weight: bool = True) -> None:
+        super().__init__(
+            1,
+            8,
+            8,
+            bias=False,
+            device="meta",
+            no_offload_activation=no_offload_activation,
+            keep_quantized_weight=keep_quantized_weight,
+        )
         self.take_back()
 
     def give(self, weight: torch.Tensor) -> None:

@@ -41,9 +41,9 @@ def test_halves_lie_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(hopper.SWITCH, "1")
     monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
     monkeypatch.setattr(machine, "broken_package", lambda **_: None)
-    found = windows("--glu-interleave-size", "4")
-    assert found["ScaledSwiGLU", "none"]["ok"] and found["ScaledSReLU", "FP8 by blocks"]["ok"]
-    assert "glu_interleave_size=4; in FP8 it takes 8" in found["ScaledSiTUGLU", "FP8 by blocks"]["reason"]
+    found = windows("--glu-interleave-size", "64")
+    assert found["ScaledSReLU", "none"]["ok"] and found["ScaledSReLU", "FP8 by blocks"]["ok"]
+    assert "glu_interleave_size=64, which does not divide 32" in found["ScaledSiTUGLU", "FP8 by blocks"]["reason"]
     assert windows()["ScaledSiTUGLU", "FP8 by blocks"]["ok"]
 
 

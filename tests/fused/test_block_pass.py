@@ -113,7 +113,7 @@ def test_output_and_gradients_are_near_those_without_quantization(
 
 
 @EVERY
-@pytest.mark.parametrize("activation", ["swiglu", "swiglu-interleaved", "clamped-qgeglu", "situ-glu"])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu-interleaved", "swiglu-pairs", "clamped-qgeglu", "situ-glu"])
 def test_gated_activations_are_near_those_without_quantization_too(recipe: str, activation: str) -> None:
     """Both factors of a product are off."""
     module = mlp(activation=activation, bias=True)

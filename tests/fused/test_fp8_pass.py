@@ -114,7 +114,7 @@ def test_output_and_gradients_are_those_of_the_unfused_path(
 
 
 @EVERY
-@pytest.mark.parametrize("activation", ["swiglu", "swiglu-interleaved", "clamped-qgeglu", "situ-glu"])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu-interleaved", "swiglu-pairs", "clamped-qgeglu", "situ-glu"])
 def test_output_and_gradients_of_gated_activations_are_near_fp64(recipe: str, activation: str) -> None:
     """The kernels of Transformer Engine's gated ops are not replaced here."""
     module = mlp(activation=activation)

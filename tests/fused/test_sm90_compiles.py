@@ -63,8 +63,8 @@ def test_every_fp8_kernel_compiles_for_sm_90a(running: Running) -> None:
     # fc2_dgrad, fc1_dgrad and three wgrads in use, and in other tiles, some of which are in use
     split = 2 * 3 + 3 * 4 + 4 + 3 * 3
     # sums; what each gate makes and the columns of that; for both orders of columns what is in pairs, with columns and
-    # without; quantizers of rows and of weights, both ways round or one
-    rest = 1 + 3 * 2 + 2 * 2 + 2 * 2
+    # without, and with columns in blocks of 1, 2 and 4; quantizers of rows and of weights, both ways round or one
+    rest = 1 + 3 * 2 + 2 * 2 + 3 + 2 * 2
     # an H200's tiles of fc1 with and without bias, or that quantizes in both ways, of both again with SwiGLU, and of fc2 in
     # three ways
     h200 = 4 + 2 + 3
@@ -79,8 +79,9 @@ def test_every_kernel_of_fp8_by_blocks_compiles_for_sm_90a(running: Running) -> 
     # other tiles
     products = 4 + 5 * 4 + 2 * (2 + 3) + 2 * (2 + 2)
     # sums; quantizers of rows alone and with columns both ways, of what both activations make, of the columns of one, of
-    # weights one way and both, of what each gate makes and the columns of that, of pairs with columns and without
-    rest = 1 + 3 + 2 + 1 + 2 + 3 * 2 + 2 * 2
+    # weights one way and both, of what each gate makes and the columns of that, of pairs with columns and without,
+    # and with columns in blocks of 1, 2 and 4
+    rest = 1 + 3 + 2 + 1 + 2 + 3 * 2 + 2 * 2 + 3
     h200 = 3  # its tiles of three wgrads
     assert [printed.count(f" {count} launches") for count in (24, 10, 15, 18, 9)] == [1, 1, 2, 3, 1]
     assert kernels == products + rest + h200

@@ -75,7 +75,7 @@ def test_biases_and_their_scales_have_gradients_near_fp64_and_twice_the_same(
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True) if one is not None)
 
 
-@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("interleave", [0, 1, 32])
 def test_gated_activations_biases_have_their_gradients_in_the_order_of_the_weights(interleave: int) -> None:
     from te_offload.fused.kernels.pairs import to_pairs
 

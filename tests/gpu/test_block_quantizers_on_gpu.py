@@ -136,7 +136,9 @@ def test_what_the_activation_makes_is_that_of_torch_arithmetic(dtype: torch.dtyp
 
 
 @DTYPES
-@pytest.mark.parametrize(("ffn", "interleave"), [(192, 0), (256, 0), (272, 8), (288, 16), (160, 32)])
+@pytest.mark.parametrize(
+    ("ffn", "interleave"), [(192, 0), (256, 0), (272, 8), (288, 16), (160, 32), (208, 1), (136, 2), (272, 4)]
+)
 def test_pairs_are_quantized_as_the_halves_that_they_are_of(dtype: torch.dtype, ffn: int, interleave: int) -> None:
     pairs, offsets, scaling = inputs(dtype, columns=2 * ffn), offsets_of(), BlockScaling(BlockFormat.FP8)
     halves = to_halves(pairs, interleave)

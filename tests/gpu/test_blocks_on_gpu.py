@@ -30,7 +30,8 @@ pytestmark = pytest.mark.gpu
 HIDDEN, FFN = 272, 400  # no multiples of a block
 SPLITS = (128, 0, 331, 61)
 TOKENS = sum(SPLITS)
-GATED = {"swiglu": 448, "swiglu-interleaved": 416, "clamped-qgeglu": 448, "situ-glu": 448}  # and columns that it takes
+# And columns that it takes.
+GATED = {"swiglu": 448, "swiglu-interleaved": 416, "swiglu-pairs": 400, "clamped-qgeglu": 448, "situ-glu": 448}
 ACTIVATIONS = {"srelu": FFN, "tanh-srelu": FFN} | GATED
 RECIPE = te_recipe.Float8BlockScaling()
 EVERY_SPLIT = {"ragged": SPLITS, "many": (700, 0, 931, 403), "one token": (0, 519, 1, 0), "no tokens": (0, 0, 0, 0)}

@@ -77,7 +77,7 @@ def test_warp_groups_that_store_apart_give_the_bits_of_those_that_store_together
 
 
 @EVERY
-@pytest.mark.parametrize("activation", ["swiglu", "swiglu-interleaved", "clamped-qgeglu", "situ-glu"])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu-interleaved", "swiglu-pairs", "clamped-qgeglu", "situ-glu"])
 def test_errors_of_gated_activations_are_no_larger_either(
     monkeypatch: pytest.MonkeyPatch, recipe: str, activation: str
 ) -> None:

@@ -56,7 +56,9 @@ def assert_turned(columns: torch.Tensor, rows: torch.Tensor) -> None:
 
 @DTYPES
 @FORMATS
-@pytest.mark.parametrize(("ffn", "interleave"), [(192, 0), (208, 0), (384, 0), (272, 8), (288, 16), (160, 32)])
+@pytest.mark.parametrize(
+    ("ffn", "interleave"), [(192, 0), (208, 0), (384, 0), (272, 8), (288, 16), (160, 32), (208, 1), (136, 2), (272, 4)]
+)
 def test_pairs_are_quantized_as_the_halves_that_they_are_of(
     dtype: torch.dtype, form: torch.dtype, ffn: int, interleave: int
 ) -> None:

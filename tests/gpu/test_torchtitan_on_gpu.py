@@ -17,7 +17,8 @@ from tests.support.process_groups import on_two_ranks
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchtitan", reason="torchtitan is not installed here")
-    from tests.support.titan_moe import BACKENDS, DIM, inputs, make, step
+    from te_offload.torchtitan import RECIPES
+    from tests.support.titan_moe import BACKENDS, DIM, beside_linears, inputs, make, step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,8 +36,8 @@ def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _PROGRAM = (
     "import os, sys, warnings; warnings.simplefilter('ignore')\n"
-    "from tests.support.titan_moe import main\n"
-    "main(int(sys.argv[1]), 'cuda', sys.argv[2]); sys.stdout.flush(); os._exit(0)"
+    "from tests.support import titan_moe\n"
+    "titan_moe.main(int(sys.argv[1]), 'cuda', sys.argv[2]); sys.stdout.flush(); os._exit(0)"
 )
 
 
@@ -61,10 +62,31 @@ def test_rows_that_are_no_experts_are_zero_and_take_no_gradient() -> None:
     assert not y[35:].any() and not x.grad[35:].any() and x.grad[:35].any(1).all()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("again", [False, True], ids=["act_input saved", "FC1 again"])
-def test_a_session_changes_no_bit(again: bool) -> None:
+@pytest.mark.parametrize("keeps", [False, True], ids=["weights made again", "weights kept"])
+def test_in_fp8_they_have_the_bits_of_linears_with_these_weights(recipe: str, *, again: bool, keeps: bool) -> None:
+    moe = make("ours", "cuda", recipe=recipe, recompute_act_input=again, keep_quantized_weight=keeps)
+    experts = moe.routed_experts.inner_experts.bfloat16()
+    assert_same_bits(*beside_linears(experts, RECIPES[recipe]()))
+    (fusion,) = fusions_in(experts)
+    assert fusion.fused == 1 and (fusion.kept_weight_bytes > 0) == keeps
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_fp8_they_compute_what_they_do_in_bf16(recipe: str) -> None:
     x, grad = inputs(device="cuda")
-    expected, moe = step(make("ours", "cuda"), x, grad), make("ours", "cuda", recompute_act_input=again)
+    expected, found = step(make("ours", "cuda"), x, grad), step(make("ours", "cuda", recipe=recipe), x, grad)
+    errors = {name: float((tensor - expected[name]).norm() / expected[name].norm()) for name, tensor in found.items()}
+    assert errors["y"] > 1e-3 and max(errors.values()) < 0.1, errors
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("again", [False, True], ids=["act_input saved", "FC1 again"])
+def test_a_session_changes_no_bit(again: bool, recipe: str | None) -> None:
+    x, grad = inputs(device="cuda")
+    settings = {"recipe": recipe, "recompute_act_input": again}
+    expected, moe = step(make("ours", "cuda", recipe=recipe), x, grad), make("ours", "cuda", **settings)
     with OffloadSession(moe, min_bytes=0) as session:
         for _ in range(3):
             torch.full((64, 1024, 1024), float("nan"), device="cuda")  # what is free holds no number
@@ -82,3 +104,9 @@ def test_two_ranks_that_share_the_experts_compute_what_one_does(tmp_path: Path) 
     outputs = on_two_ranks(_PROGRAM, str(tmp_path / "meeting"))
     assert all(f"same under {backend}" in output for output in outputs for backend in BACKENDS["cuda"]), outputs
     assert all("same, sharded" in output for output in outputs), outputs
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_that_shard_them_by_fsdp2_compute_what_one_does_in_fp8(tmp_path: Path) -> None:
+    outputs = on_two_ranks(_PROGRAM.replace("titan_moe.main(", "titan_moe.main_quantized("), str(tmp_path / "meeting"))
+    assert all(f"same, sharded, in {recipe}" in output for output in outputs for recipe in RECIPES), outputs

@@ -77,7 +77,7 @@ def test_gradients_in_float32_have_the_same_bits_in_tiles_of_192_columns(*, accu
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("interleave", [0, 8, 16, 32])
+@pytest.mark.parametrize("interleave", [0, 1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("ffn", [1152, 192, 320, 64])
 def test_pairs_by_blocks_have_the_same_bits_in_tiles_of_192_columns(ffn: int, interleave: int, *, biased: bool) -> None:
     """Halves of nine, one and a half, two and a half blocks, and of half a block."""

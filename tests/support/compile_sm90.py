@@ -297,6 +297,17 @@ def compile_blocks(activation: Activation, tokens: int, tiles: Choice = tile_for
     return launches.count
 
 
+def compile_short_blocks(part: str) -> None:
+    """Quantizers of pairs of which halves alternate in blocks of few columns."""
+    for pairs in (1, 2, 4):
+        if part == "fp8":
+            sm90_compile.compiled_pair_quantizer(torch.bfloat16, torch.float8_e5m2, by_column=True, pairs=pairs)
+        else:
+            ways: dict[str, Any] = {"by_row": True, "columns": blocks.TURNED, "power_of_two": True}
+            plain: dict[str, Any] = {"activated": False, "clamps": False, "gated": None}
+            sm90_compile.compiled_row_quantizer(torch.bfloat16, **ways, **plain, pairs=pairs)
+
+
 def launches_nothing(*_: object, **__: object) -> None:
     """In place of a kernel of Triton's."""
 
@@ -354,6 +365,7 @@ if __name__ == "__main__":
                 print(gated, QUANTIZED[sys.argv[1]](gated, USUAL), "launches")
             for of_h200 in (SquaredReLU(), Gated(Gate.SWIGLU)):
                 print("H200", of_h200, QUANTIZED[sys.argv[1]](of_h200, USUAL, H200), "launches")
+            compile_short_blocks(sys.argv[1])
         for part in PARTS.get(sys.argv[1], []):
             print(*part, compile_all(*part), "launches")
         for dtype in (torch.bfloat16, torch.float16) if sys.argv[1] == "others" else ():

@@ -15,6 +15,7 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "tanh-srelu": lambda **kw: ops.ScaledTanhSReLU(tanh_clamp_scale=2.0, **kw),
     "swiglu": lambda **kw: ops.ScaledSwiGLU(**kw),
     "swiglu-interleaved": lambda **kw: ops.ScaledSwiGLU(32, **kw),
+    "swiglu-pairs": lambda **kw: ops.ScaledSwiGLU(1, **kw),
     "clamped-qgeglu": lambda **kw: ops.ScaledClampedQGeGLU(**kw),
     "tight-clamped-qgeglu": lambda **kw: ops.ScaledClampedQGeGLU(limit=0.75, **kw),
     "situ-glu": lambda **kw: ops.ScaledSiTUGLU(**kw),

@@ -22,7 +22,7 @@ from tests.support.mlp import is_glu, make_mlp
 from tests.support.reference import activate, grouped_linear
 
 SQUARED = ("srelu", "tanh-srelu")
-GATED = ("swiglu", "swiglu-interleaved", "clamped-qgeglu", "situ-glu")
+GATED = ("swiglu", "swiglu-interleaved", "swiglu-pairs", "clamped-qgeglu", "situ-glu")
 MOST_EXPERTS = (1, 2, 3, 5, 8, 17, 32, 64, 129, 300)
 MEAN_TOKENS = (1, 7, 40, 150, 199, 200, 300, 383, 384, 500, 767, 768, 1300, 2047, 2048, 3000)  # where tiles change
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+_INTERLEAVE = {"swiglu-interleaved": 32, "swiglu-pairs": 1}  # columns of a block of each half
+
 
 def activate(name: str, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The scaled activation ``name`` of `tests.support.mlp`."""
@@ -15,8 +17,8 @@ def activate(name: str, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     elif name == "tanh-srelu":
         y = (2.0 * torch.tanh(functional.relu(x) / 2.0)) ** 2
     else:
-        if name == "swiglu-interleaved":
-            columns = torch.arange(x.shape[-1]).view(-1, 2, 32)
+        if name in _INTERLEAVE:
+            columns = torch.arange(x.shape[-1]).view(-1, 2, _INTERLEAVE[name])
             a, b = x[:, columns[:, 0].flatten()], x[:, columns[:, 1].flatten()]
         else:
             a, b = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]

@@ -9,7 +9,7 @@ from te_offload.fused.kernels.pairs import to_halves, to_pairs
 from te_offload.ops import arithmetic
 
 
-@pytest.mark.parametrize("interleave", [0, 2, 4])
+@pytest.mark.parametrize("interleave", [0, 1, 2, 4])
 def test_pairs_have_a_column_of_each_half_and_are_undone(interleave: int) -> None:
     halves = torch.arange(3 * 16.0).view(3, 16)
     pairs = to_pairs(halves, interleave)

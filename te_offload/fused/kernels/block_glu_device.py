@@ -5,7 +5,8 @@ launch. Needs quack-kernels.
 
 What is read are pairs of columns (`pairs`), a word each. A thread has 8 columns of what is written, which are 8 words side
 by side: whole pairs for what the activation makes, one number of each for the gradient of the activation's input, whose
-halves are written in Transformer Engine's order.
+halves are written in Transformer Engine's order. Where they alternate in blocks of less than 8 columns it has whole blocks,
+of 4 words.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cutlass_dsl import T
 
 from te_offload.fused.kernels.block_device import RowQuantizer
@@ -23,6 +24,18 @@ from te_offload.fused.kernels.sm90_glu_device import KINDS, numbers_of
 from te_offload.fused.kernels.tile_device import asm
 
 _LOW, _HIGH = 0x5410, 0x7632  # the first number of each of two words, and the second
+
+
+def picked(one: Any, other: Any, selector: Any) -> Any:
+    """Bytes of two words; ``selector``: `_LOW` or `_HIGH`, which may be known at run time alone."""
+    return asm(T.i32(), "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", one, other, selector)
+
+
+def _in_short_blocks(word: int, interleave: int) -> tuple[int, int]:
+    """Of which two pairs a word is, from the first one on, and which number of each, in blocks of 2 or 4 columns."""
+    words = interleave // 2  # of a block of one half
+    block, inner = divmod(word, 2 * words)
+    return 2 * words * block + 2 * (inner % words), _LOW if inner < words else _HIGH
 
 
 class _Pairs(RowQuantizer):
@@ -77,13 +90,15 @@ class HalvesRowQuantizer(_Pairs):
     """FP8 of pairs as halves, (T, 2F) of x (T, F) words.
 
     Args:
-        interleave: columns of a block of each half, a multiple of 8; 0: one block of each, which are multiples of 8.
-        others: of `RowQuantizer`.
+        interleave: columns of a block of each half: 1, 2, 4 or a multiple of 8; 0: one block of each, which are multiples
+            of 8. others: of `RowQuantizer`.
     """
 
     def __init__(self, *, interleave: int, **others: Any) -> None:
         super().__init__(activated=False, clamps=False, **others)
-        assert interleave % 8 == 0, "a thread's columns are of one half"
+        assert interleave % 8 == 0 or interleave in (1, 2, 4), (
+            "a thread's columns are of one half, or whole blocks of both"
+        )
         self.interleave = interleave
 
     def part_of(self, part: Any, x: Any) -> Any:
@@ -96,6 +111,34 @@ class HalvesRowQuantizer(_Pairs):
     @cute.jit
     def values(self, x, router, clamp, first, end, four, place, there):
         """See `RowQuantizer.values`."""
+        value = cute.make_rmem_tensor((4, 4, 2), Int32)
+        if const_expr(self.interleave == 1):  # pairs are Transformer Engine's order
+            value = self.read(x, first, end, four, place, there)
+        elif const_expr(self.interleave in (2, 4)):
+            value = self.of_short_blocks(x, first, end, four, place, there)
+        else:
+            value = self.of_one_half(x, first, end, four, place, there)
+        return value
+
+    @cute.jit
+    def of_short_blocks(self, x, first, end, four, place, there):
+        """8 columns: whole blocks of both halves, of 4 pairs."""
+        value = cute.make_rmem_tensor((4, 4, 2), Int32)
+        value.fill(0)
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(4):
+                row = first + 64 * half + 4 * four + i
+                if (row < end) & there:
+                    pairs = cute.make_rmem_tensor((4,), Int32)
+                    cute.autovec_copy(cute.local_tile(x[row, None], (4,), (place,)), pairs)
+                    for word in cutlass.range_constexpr(4):
+                        pair, selector = _in_short_blocks(word, self.interleave)
+                        value[word, i, half] = picked(pairs[pair], pairs[pair + 1], Int32(selector))
+        return value
+
+    @cute.jit
+    def of_one_half(self, x, first, end, four, place, there):
+        """8 columns of one half: one number of each of 8 pairs."""
         block = Int32(self.interleave or x.shape[1])
         column = 8 * place
         inner = column % (2 * block)
@@ -111,7 +154,5 @@ class HalvesRowQuantizer(_Pairs):
                     pairs = self.pairs(x, row, begin)
                     for word in cutlass.range_constexpr(4):
                         one, other = [pairs[2 * (word % 2) + index, word // 2] for index in range(2)]
-                        value[word, i, half] = asm(
-                            T.i32(), "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", one, other, selector
-                        )
+                        value[word, i, half] = picked(one, other, selector)
         return value
