@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.stack_runs import parser_of_sizes, setting
@@ -74,9 +75,14 @@ WAYS = (
     Way("torchtitan's fused experts, layers again", "fused", again=True),
     Way("torchtitan's experts, compiled", "stock", compiled=True),
     Way("torchtitan's fused experts, compiled", "fused", compiled=True),
+    Way("torchtitan's experts, compiled, layers again", "stock", compiled=True, again=True),
+    Way("our experts, compiled, layers again", "ours", compiled=True, again=True),
     Way("torchtitan's FP8 experts", "float8"),
     Way("torchtitan's FP8 experts, compiled", "float8", compiled=True),
     Way("our experts", "ours"),
+    Way("our experts, compiled", "ours", compiled=True),
+    Way("our experts, compiled, FC1 again", "ours", compiled=True, fc1_again=True),
+    Way("our experts, compiled, a session: layers, planned", "ours", compiled=True, session="layers", planned=True),
     Way("our experts in FP8", "ours", recipe="fp8"),
     Way("our experts in FP8, FC1 again", "ours", recipe="fp8", fc1_again=True),
     Way("our experts in FP8 by blocks", "ours", recipe="fp8-block"),
@@ -152,6 +158,8 @@ def make_layers(shape: Shape, way: Way, first: dict[str, torch.nn.Parameter], de
                 if buffer is not None and buffer.is_meta:
                     module._buffers[name] = torch.zeros_like(buffer, device=device)
         if way.compiled:
+            if way.again:
+                layer = checkpoint_wrapper(layer, preserve_rng_state=False)
             layer.compile(fullgraph=True)
         layers.append(layer)
     return layers
@@ -175,7 +183,8 @@ class Variant:
     def _run(self) -> None:
         h = self._x
         for layer in self.layers:
-            h = h + (checkpoint(layer, h, use_reentrant=False) if self.way.again else layer(h))
+            again = self.way.again and not self.way.compiled
+            h = h + (checkpoint(layer, h, use_reentrant=False) if again else layer(h))
         h.backward(self._grad)
 
     def step(self) -> None:

@@ -21,6 +21,7 @@ from transformer_engine.common import recipe as te_recipe
 
 from te_offload import ops
 from te_offload.errors import ArgumentError, NotInstalledError, UnsupportedError
+from te_offload.functional import grouped_mlp
 from te_offload.fused import explain, find_windows, hopper
 from te_offload.fused.calls import calls_of
 from te_offload.fused.given import GivenGroupedLinear
@@ -95,6 +96,7 @@ class GroupedExperts(FusedGroupedExperts):
             GivenGroupedLinear(keep_quantized_weight=config.keep_quantized_weight, **stays[2]),
         )
         inside.hold(self, _MLP, pipeline)
+        self._again = config.recompute_act_input
         self._recipe = None if config.recipe is None else RECIPES[config.recipe]()
         self._asked: Any = None  # of what the answer is
         self._answer: str | None = None
@@ -109,6 +111,11 @@ class GroupedExperts(FusedGroupedExperts):
         Raises:
             UnsupportedError: the fused op does not take these experts under the recipe that was asked for; with the reason.
         """
+        if torch.compiler.is_compiling():
+            if self._reason_against_tracing() is None:
+                return self._traced(x_RD, num_tokens_per_expert_E)
+            traced: torch.Tensor = super().forward(x_RD, num_tokens_per_expert_E)
+            return traced
         pipeline: Any = inside.held(self, _MLP)
         fc1, _, fc2 = pipeline
         w13, w2 = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.w13, self.w2_EDF))
@@ -134,11 +141,46 @@ class GroupedExperts(FusedGroupedExperts):
                 "compute in bf16."
             )
         calls_of(fc1).reason = reason  # for a session's report
-        if reason != self._said:
-            self._said = reason
-            warnings.warn(f"te_offload.torchtitan: torchtitan's own code computes the experts: {reason}.", stacklevel=2)
+        self._warn_of(reason)
         theirs: torch.Tensor = super().forward(x_RD, num_tokens_per_expert_E)
         return theirs
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _reason_against_tracing(self) -> str | None:
+        """Why torch.compile does not get the fused op to see; ``None``: it does. Asked where it traces.
+
+        Raises:
+            UnsupportedError: under the recipe that was asked for there is none to see.
+        """
+        if self._recipe is not None:
+            raise UnsupportedError(
+                f"GroupedExperts: under {type(self._recipe).__name__}, as was asked for, these experts are not for blocks "
+                "that are compiled (compile.enable, with the component model). Without recipe= they compute in bf16."
+            )
+        pipeline: Any = inside.held(self, _MLP)
+        w13, w2 = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.w13, self.w2_EDF))
+        pipeline[0].give(w13.detach().flatten(1, 2))
+        pipeline[2].give(w2.detach().contiguous())
+        reason = self._reason_against(pipeline, None)
+        for place in (0, 2):
+            pipeline[place].take_back()
+        if reason is not None:
+            self._warn_of(reason)
+        return reason
+
+    def _traced(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """`forward`, as torch.compile meets it."""
+        w13, w2 = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.w13, self.w2_EDF))
+        weights = w13.bfloat16().flatten(1, 2), w2.bfloat16().contiguous()
+        splits = num_tokens_per_expert_E.to(x_RD.device, torch.int64)
+        y = grouped_mlp(x_RD.bfloat16(), *weights, splits, interleave=1, recompute_act_input=self._again)
+        return y.type_as(x_RD)
+
+    def _warn_of(self, reason: str) -> None:
+        """Once."""
+        if reason != self._said:
+            self._said = reason
+            warnings.warn(f"te_offload.torchtitan: torchtitan's own code computes the experts: {reason}.", stacklevel=3)
 
     def _reason_against(self, pipeline: Any, recipe: Any) -> str | None:
         """Why the fused op does not take the experts here and now, under a recipe; ``None``: it does."""

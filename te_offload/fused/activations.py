@@ -43,12 +43,19 @@ def reason_against(window: Any, *, quantizes: bool, by_blocks: bool, reference: 
         return None
     name = type(window.activation).__name__
     interleave = window.activation.glu_interleave_size or 1
-    if not reference and _BLOCK % interleave:
-        return f"its activation is {name} with glu_interleave_size={interleave}, which does not divide {_BLOCK}"
+    if not reference and (reason := reason_of_blocks(interleave)):
+        return f"its activation is {name} with {reason}"
     columns, block = window.fc1.out_features, 2 * interleave
     if columns % block:
         return f"FC1 gives {columns} columns, which are not a multiple of {block} (2 x glu_interleave_size)"
     return reason_quantized(window.activation, columns, by_blocks=by_blocks) if quantizes and not reference else None
+
+
+def reason_of_blocks(interleave: int) -> str | None:
+    """Why Hopper's kernels do not take halves that alternate in blocks of so many columns; ``None`` if they do."""
+    if interleave and _BLOCK % interleave:
+        return f"glu_interleave_size={interleave}, which does not divide {_BLOCK}"
+    return None
 
 
 def reason_quantized(op: Any, columns: int, *, by_blocks: bool) -> str | None:

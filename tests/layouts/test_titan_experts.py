@@ -6,12 +6,16 @@ import copy
 import importlib
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+import torch.nn.functional as F
 import transformer_engine.pytorch as te
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from te_offload import OffloadSession, Reason, ops
 from te_offload.errors import ArgumentError, NotInstalledError, UnsupportedError
@@ -27,7 +31,10 @@ with warnings.catch_warnings():
     pytest.importorskip("torchtitan", reason="torchtitan is not installed here")
     from tests.support.titan_moe import BACKENDS, inputs, make, step
 
-pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")  # of torchtitan's router
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:In CPU autocast"),  # of torchtitan's router
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # TorchDynamo's own
+]
 
 NAMES = {"w1_EFD", "w2_EDF", "w3_EFD"}
 
@@ -117,6 +124,58 @@ def test_a_session_moves_its_slots_and_changes_no_bit() -> None:
             }
             assert all(row.bytes_out > 0 for row in rows.values() if row.fate is Fate.OFFLOADED)
         assert "Grouped MLPs that ran fused: 1 of 1" in session.report()
+
+
+@pytest.fixture
+def _traced_as_torchtitan_has_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not hasattr(torch.compiler, "_is_non_strict_tracing"):  # of newer torches: a compiler's question, no here
+        monkeypatch.setattr(torch.compiler, "_is_non_strict_tracing", lambda: False, raising=False)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_traced_as_torchtitan_has_it")
+@pytest.mark.parametrize("again", ["", "FC1", "layer"])
+def test_compiled_as_a_whole_it_has_the_bits_of_eager_steps_and_a_session_changes_none(again: str) -> None:
+    x, grad = inputs()
+    moe = make("ours", recompute_act_input=again == "FC1")
+    expected = step(moe, x, grad)
+    if again == "layer":
+        moe = checkpoint_wrapper(moe, preserve_rng_state=False)
+    moe.compile(backend="aot_eager", fullgraph=True)
+    assert_same_bits(expected, step(moe, x, grad))
+    with OffloadSession(moe, min_bytes=0) as session:
+        for _ in range(3):
+            with session.step():
+                found = step(moe, x, grad)
+            assert_same_bits(expected, found)
+            assert session.records[-1].bytes_back > 0
+
+
+@pytest.mark.usefixtures("_traced_as_torchtitan_has_it")
+def test_compiled_where_it_does_not_run_fused_torchtitans_code_is_traced_and_a_warning_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "0")
+    monkeypatch.setattr("torchtitan.overrides.fused_swiglu.silu_and_mul_op", lambda gate, up, _: F.silu(gate) * up)
+    x, grad = inputs()
+    expected, moe = step(make("stock"), x, grad), make("ours")
+    moe.compile(backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match=r"torchtitan's own code computes the experts: .*TE_OFFLOAD_FUSED_MLP is 0"):
+        found = step(moe, x, grad)
+    assert all(float((found[name] - other).norm() / other.norm()) < 1e-2 for name, other in expected.items())
+
+
+@pytest.mark.usefixtures("_traced_as_torchtitan_has_it")
+def test_under_a_recipe_blocks_that_are_compiled_are_an_error() -> None:
+    moe = make("ours", recipe="fp8")
+    moe.compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(
+        Exception, match="under Float8CurrentScaling, as was asked for, these experts are not for blocks"
+    ):
+        step(moe, *inputs())
 
 
 def test_settings_of_the_override_reach_the_ops() -> None:

@@ -86,6 +86,18 @@ class Orders(NamedTuple):
     fc1_wgrad: TileOrder | None = None
     fc1_dgrad: TileCount | None = None
 
+    @classmethod
+    def within(cls, work: torch.Tensor, experts: int) -> Orders:
+        """Those that a tensor of `room` holds: an order of experts, counts of FC2's dgrad and of these; if empty, none."""
+        if not work.shape[0]:
+            return cls()
+        return cls(TileOrder(work, experts + 1), TileOrder(work, experts + 2), TileCount(work, experts + 3))
+
+    @staticmethod
+    def room(experts: int) -> int:
+        """Numbers of such a tensor."""
+        return experts + 4
+
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 

@@ -24,7 +24,7 @@ from te_offload.fused.kernels.sm90_experts import TABLE
 from te_offload.fused.kernels.sm90_launch import COMPILING, SWIZZLE, Launches, Tile
 from te_offload.fused.kernels.sm90_tiles import Regime, tile_for
 
-_FORWARD, _BACKWARD = 2, 4  # products that count their tiles
+_FORWARD = 2  # products that count their tiles
 DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
@@ -175,7 +175,7 @@ class Sm90Kernels:
     def _backward_count(offsets: torch.Tensor) -> TileCount:
         """Of FC2's dgrad, with room before it for an order of experts and behind it for the counts of what follows."""
         experts = offsets.shape[0] - 1
-        return TileCount(offsets.new_zeros(experts + _BACKWARD), experts)
+        return TileCount(offsets.new_zeros(Orders.room(experts)), experts)
 
     def _sums(self, parts: torch.Tensor, offsets: torch.Tensor, count: TileCount) -> tuple[torch.Tensor, Orders]:
         """Of each row of parts; and how the products that follow FC2's dgrad, which had ``count``, take their tiles."""
@@ -183,7 +183,7 @@ class Sm90Kernels:
         work, place = count
         if parts.shape[0]:
             self._rows("sums", torch.float32)(parts, offsets, sums, work)
-        return sums, Orders(TileOrder(work, place + 1), TileOrder(work, place + 2), TileCount(work, place + 3))
+        return sums, Orders.within(work, place)
 
     def fc1_dgrad(
         self,

@@ -1,0 +1,56 @@
+"""The fused grouped MLP as a function, for models that torch.compile traces whole.
+
+In: rows of one expert after the other, all experts' weights of a linear as one tensor, split sizes. Out: rows. Keeps true:
+as `fused.traced`, whose op it calls; eager calls have the same bits. Does not: anything else; dynamo.py leaves it to be
+traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from te_offload.fused import traced as _traced  # noqa: F401  registers the op
+
+
+def grouped_mlp(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    split_sizes: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    *,
+    gate: str = "SwiGLU",
+    numbers: Sequence[float] = (),
+    interleave: int = 0,
+    recompute_act_input: bool = False,
+) -> torch.Tensor:
+    """``act(x_i @ w1_i.T) * scale @ w2_i.T`` for each expert i of N; differentiable once.
+
+    Args:
+        x: (T, H), bf16 or fp16 on a Hopper GPU, anything on a CPU. Rows beyond the last expert's give zeros and take no
+            gradient.
+        w1: (N, 2F, H), or (N, F, H) without a gate. w2: (N, H, F). Contiguous, of x's dtype.
+        split_sizes: (N,) int32 or int64, on x's device; how many rows each expert has.
+        scales: (T,), of the router; ``None``: ones.
+        gate: of the activation: ``"SwiGLU"``, ``"ClampedQGeGLU"`` or ``"SiTUGLU"``, of Transformer Engine's scaled ops;
+            empty: squared ReLU.
+        numbers: of ClampedQGeGLU limit, alpha and offset; of SiTUGLU both betas; of squared ReLU a clamp, if it has one
+            (`ScaledTanhSReLU`).
+        interleave: ``glu_interleave_size``; 0: the gate's half of w1's rows comes first.
+        recompute_act_input: the backward computes FC1 once more, from x, instead of keeping the activation's input.
+
+    Returns:
+        (T, H).
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices that do not fit, a gate of another name; weights where TMA cannot reach
+            them.
+        UnsupportedError: inside of te.autocast; on a GPU, the kernels do not run here, with the reason.
+    """
+    saves = not recompute_act_input and torch.is_grad_enabled()
+    y: torch.Tensor = torch.ops.te_offload.grouped_mlp(
+        x, w1, w2, split_sizes, scales, gate, numbers, interleave, saves
+    )[0]
+    return y
