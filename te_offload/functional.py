@@ -7,7 +7,7 @@ traced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -25,6 +25,7 @@ def grouped_mlp(
     numbers: Sequence[float] = (),
     interleave: int = 0,
     recompute_act_input: bool = False,
+    no_offload_activation: Collection[str] = (),
 ) -> torch.Tensor:
     """``act(x_i @ w1_i.T) * scale @ w2_i.T`` for each expert i of N; differentiable once.
 
@@ -40,6 +41,8 @@ def grouped_mlp(
             (`ScaledTanhSReLU`).
         interleave: ``glu_interleave_size``; 0: the gate's half of w1's rows comes first.
         recompute_act_input: the backward computes FC1 once more, from x, instead of keeping the activation's input.
+        no_offload_activation: slots that a session keeps on the GPU, of ``"fc1_input"`` and ``"act_input"``. They are
+            ``layer/grouped_mlp.fc1_input`` and ``layer/grouped_mlp.act_input`` there.
 
     Returns:
         (T, H).
@@ -51,6 +54,6 @@ def grouped_mlp(
     """
     saves = not recompute_act_input and torch.is_grad_enabled()
     y: torch.Tensor = torch.ops.te_offload.grouped_mlp(
-        x, w1, w2, split_sizes, scales, gate, numbers, interleave, saves
+        x, w1, w2, split_sizes, scales, gate, numbers, interleave, saves, list(no_offload_activation)
     )[0]
     return y

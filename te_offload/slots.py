@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,6 +34,10 @@ class SlotName(str, enum.Enum):
 def slot_title(layer: str, op: str, slot: SlotName) -> str:
     """``layer/op.slot``: the one name of a slot in errors, reports and profiler ranges. ``op`` may be empty."""
     return f"{layer}/{op}.{slot.value}" if op else f"{layer}/{slot.value}"
+
+
+TENSORS_OP = "grouped_mlp"
+"""What an op of tensors alone (`te_offload.functional.grouped_mlp`) is called in titles: nobody knows its place."""
 
 
 class Fate(str, enum.Enum):
@@ -158,4 +162,17 @@ class SlotObserver(abc.ABC):
 
         Args:
             op: who saved. saved: what. take: the op asks for a handle in place of the buffers.
+        """
+
+
+class StorageObserver(abc.ABC):
+    """Whose hook sees saved tensors, and who wants to know which storages are which slot."""
+
+    @abc.abstractmethod
+    def name_storages(self, op: str, slots: Iterable[tuple[SlotName, torch.Tensor, bool]]) -> None:
+        """Called in the forward of an op of tensors alone, to which nobody could be attached, before its tensors reach the
+        saved-tensor hooks: whoever saves a storage of these tensors, saves that slot.
+
+        Args:
+            op: a name for it. slots: of each its name, a tensor, and whether it is to stay on the device.
         """

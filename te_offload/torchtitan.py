@@ -96,7 +96,11 @@ class GroupedExperts(FusedGroupedExperts):
             GivenGroupedLinear(keep_quantized_weight=config.keep_quantized_weight, **stays[2]),
         )
         inside.hold(self, _MLP, pipeline)
-        self._again = config.recompute_act_input
+        self._settings: dict[str, Any] = {
+            "interleave": 1,
+            "recompute_act_input": config.recompute_act_input,
+            "no_offload_activation": config.no_offload_activation,
+        }
         self._recipe = None if config.recipe is None else RECIPES[config.recipe]()
         self._asked: Any = None  # of what the answer is
         self._answer: str | None = None
@@ -173,7 +177,7 @@ class GroupedExperts(FusedGroupedExperts):
         w13, w2 = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.w13, self.w2_EDF))
         weights = w13.bfloat16().flatten(1, 2), w2.bfloat16().contiguous()
         splits = num_tokens_per_expert_E.to(x_RD.device, torch.int64)
-        y = grouped_mlp(x_RD.bfloat16(), *weights, splits, interleave=1, recompute_act_input=self._again)
+        y = grouped_mlp(x_RD.bfloat16(), *weights, splits, **self._settings)
         return y.type_as(x_RD)
 
     def _warn_of(self, reason: str) -> None:

@@ -3,7 +3,10 @@
 In: rows of one expert after the other, all experts' weights of a linear as one tensor, split sizes. Out: rows, and
 gradients by autograd. Keeps true: kernels, and bits, are those of `HopperGroupedMLP`; no number reaches the host; what the
 backward reads are tensors that whoever traces it sees: checkpoints, partitioners, saved-tensor hooks. Does not: take
-biases, separate weights or recipes, or declare slots. `te_offload.functional` calls it.
+biases, separate weights or recipes. `te_offload.functional` calls it.
+
+Nobody is attached to an op of tensors alone, and a saved tensor may be another one of its memory. So it names the storages
+of its slots to whoever's saved-tensor hook comes first, if that is an observer of storages.
 
 The backward is two ops, so that what the first one alone reads is given up before the second makes its gradients.
 """
@@ -24,6 +27,7 @@ from te_offload.fused.judge import SWITCH, in_torch_arithmetic
 from te_offload.fused.kernels.experts import TMA_BYTES
 from te_offload.fused.kernels.interface import Activation, Gate, Gated, Orders, SquaredReLU, TileCount
 from te_offload.ops import te_adapter
+from te_offload.slots import TENSORS_OP, SlotName, StorageObserver
 
 _HOW = "str gate, float[] numbers, int interleave"
 _FORWARD, _FC2, _FC1 = (f"te_offload::grouped_mlp{part}" for part in ("", "_fc2_backward", "_fc1_backward"))
@@ -33,7 +37,8 @@ _ALIGNED = 8  # 16-bit elements in TMA's 16 bytes
 
 torch.library.define(
     _FORWARD,
-    f"(Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {_HOW}, bool saves) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {_HOW}, bool saves, str[] stays)"
+    " -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     _FC2,
@@ -119,6 +124,14 @@ def _scales(given: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return torch.ones(x.shape[0], dtype=torch.float32, device=x.device) if given is None else wide_scales(given)
 
 
+def _name_slots(slots: dict[SlotName, torch.Tensor], stays: Sequence[str]) -> None:
+    """Tell whose saved-tensor hook will see them first, if that is one who wants to know."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    observer = None if top is None else getattr(top[0], "__self__", None)
+    if isinstance(observer, StorageObserver):
+        observer.name_storages(TENSORS_OP, [(name, tensor, name.value in stays) for name, tensor in slots.items()])
+
+
 @torch.library.impl(_FORWARD, _DEVICES)
 def _forward(
     x: torch.Tensor,
@@ -130,8 +143,13 @@ def _forward(
     numbers: Sequence[float],
     interleave: int,
     saves: bool,
+    stays: Sequence[str],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, offsets of experts (N + 1,), and the activation's input, empty unless the backward gets it from here."""
+    """y, offsets of experts (N + 1,), and the activation's input, empty unless the backward gets it from here.
+
+    Args:
+        stays: names of slots that are to stay on the device. The rest as of `te_offload.functional.grouped_mlp`.
+    """
     if te_adapter.quantization_enabled():
         raise UnsupportedError(
             "grouped_mlp: it was called inside te.autocast, and does not quantize. Use ops of te_offload.ops, which are "
@@ -139,7 +157,7 @@ def _forward(
         )
     kernels = _kernels(x, gate, numbers, interleave)
     _check(x, w1, w2, split_sizes, gate != "")
-    x = _readable(x)
+    given, x = x, _readable(x)
     y = x.new_empty(x.shape)
     offsets, counts = kernels.offsets(split_sizes, y)
     weights1, weights2 = kernels.prepare("w1", w1), kernels.prepare("w2", w2)
@@ -149,6 +167,7 @@ def _forward(
     else:
         act_input, fc2_input = x.new_empty(0, w1.shape[1]), kernels.fc1_activated(*of_fc1)
     kernels.fc2(fc2_input, weights2, None, None, offsets, y, counts.fc2)
+    _name_slots({SlotName.FC1_INPUT: given} | ({SlotName.ACT_INPUT: act_input} if saves else {}), stays)
     return y, offsets, act_input
 
 
@@ -224,7 +243,8 @@ def _fc1_backward(
 
 def _fake_forward(x: Any, w1: Any, w2: Any, split_sizes: Any, *how: Any) -> Any:
     offsets = split_sizes.new_empty(split_sizes.shape[0] + 1, dtype=torch.int32)
-    return x.new_empty(x.shape), offsets, x.new_empty(x.shape[0] if how[-1] else 0, w1.shape[1])
+    *_, saves, _ = how
+    return x.new_empty(x.shape), offsets, x.new_empty(x.shape[0] if saves else 0, w1.shape[1])
 
 
 def _fake_fc1_again(x: Any, w1: Any, *_: Any) -> Any:
@@ -252,7 +272,7 @@ torch.library.register_fake(_FC1, _fake_fc1_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    x, w1, w2, _, scales, *ctx.how, saves = inputs
+    x, w1, w2, _, scales, *ctx.how, saves, _ = inputs
     _, offsets, act_input = output
     ctx.mark_non_differentiable(offsets, act_input)
     ctx.again = not saves
@@ -270,7 +290,7 @@ def _backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     del act_input
     dx, dw1 = ops.grouped_mlp_fc1_backward(dact_input, x, w1, offsets, work, *ctx.how, wgrad1)
     by_scales = None if scales is None else dscales.reshape(scales.shape).to(scales.dtype)
-    return dx, dw1 if wgrad1 else None, dw2 if wgrad2 else None, None, by_scales, None, None, None, None
+    return dx, dw1 if wgrad1 else None, dw2 if wgrad2 else None, None, by_scales, None, None, None, None, None
 
 
 torch.library.register_autograd(_FORWARD, _backward, setup_context=_save)

@@ -15,7 +15,7 @@ from typing import Any
 
 from te_offload.errors import PlanError
 from te_offload.offload.timeline import Forecast
-from te_offload.slots import SlotName
+from te_offload.slots import TENSORS_OP, SlotName
 
 SCHEMA = "te_offload.plan/1"
 
@@ -78,7 +78,8 @@ class Plan:
         """Refuse a plan of another model.
 
         Args:
-            slots_of: the slots that the ops of each layer own, by the layer's name.
+            slots_of: the slots that the ops of each layer own, by the layer's name. Those of regions, of ops of tensors
+                alone, and others are known in a forward only.
 
         Raises:
             PlanError: the plan names a layer, or a slot of an op, that is not there.
@@ -92,7 +93,8 @@ class Plan:
                     f"The plan names {slot.name}, but the session's layers are {', '.join(slots_of)}. It belongs to "
                     "another model; make a new one."
                 )
-            if slot.name not in owned and not slot.name.endswith(free):
+            of_tensors = slot.name.startswith(f"{layer}/{TENSORS_OP}.")
+            if slot.name not in owned and not slot.name.endswith(free) and not of_tensors:
                 raise PlanError(
                     f"The plan names {slot.name}, but {layer} owns {', '.join(sorted(slots_of[layer])) or 'no slot'}. It "
                     "belongs to another model; make a new one."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +20,13 @@ from te_offload.offload.cargo import Cargo, Hold
 from te_offload.offload.decide import decide, storages_of
 from te_offload.offload.extents import storage_key
 from te_offload.offload.load import Load
+from te_offload.offload.others import OtherSlots
 from te_offload.offload.plain import has_storage, is_plain
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out
 from te_offload.offload.states import RELEASED
 from te_offload.offload.unmoved import Unmoved, without_graph
 from te_offload.ops import te_adapter
-from te_offload.slots import Fate, Reason, SavedSlot, SaveState, SlotName, SlotObserver, Watch
+from te_offload.slots import Fate, Reason, SavedSlot, SaveState, SlotName, SlotObserver, StorageObserver, Watch
 
 if TYPE_CHECKING:
     from te_offload.offload.engine import Engine
@@ -59,7 +61,7 @@ class Region(contextlib.AbstractContextManager[None]):
             self._visit.leave_region(self)
 
 
-class LayerVisit(SlotObserver):
+class LayerVisit(SlotObserver, StorageObserver):
     """One forward of one layer.
 
     Args:
@@ -106,12 +108,8 @@ class LayerVisit(SlotObserver):
         # longer than they would without a session (a checkpoint inside the layer drops them at once).
         # Several ops may save one object; they are packed in the order in which they named it. None: exempt.
         self._named: dict[int, tuple[weakref.ref[torch.Tensor], int, list[SlotEntry | None]]] = {}
-        self._by_storage: dict[int, SlotEntry] = {}
-        self._by_region: dict[str, SlotEntry] = {}
-        self._regions: list[Region] = []
+        self._others = OtherSlots(self)
         self._region: SlotEntry | None = None  # of the innermost one, from the first tensor on that it saves
-        self._marked: SlotEntry | None = None
-        self._staying: set[int] = set()  # storages of tensors that stay and belong to no slot
         self._pack: Any = None
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._switch: te_adapter.OffloadSwitch | None = None
@@ -196,14 +194,11 @@ class LayerVisit(SlotObserver):
 
     def enter_region(self, region: Region) -> None:
         """What is saved from now on, and by no op of te_offload, is the region's."""
-        self._regions.append(region)
-        self._region = self._by_region.get(region.name)
+        self._region = self._others.enter(region)
 
     def leave_region(self, region: Region) -> None:
         """The region ends."""
-        self._regions.remove(region)
-        self._region = self._by_region.get(self._regions[-1].name) if self._regions else None
-        entry = self._by_region.get(region.name)
+        entry, self._region = self._others.leave(region)
         if entry is not None and self._takes and not entry.keep:
             # To measure many tensors takes the host longer than a mark.
             alone = len(entry.handles) > 16 or _nbytes_held(entry) >= self._engine.rules.together
@@ -226,7 +221,7 @@ class LayerVisit(SlotObserver):
             base is not None and type(base) is not _TENSOR and isinstance(base, _PARAMETER)
         ):  # whoever shards parameters may free their memory while a copy reads it
             if self._module is None and has_storage(tensor.data):  # of a layer that is not known, as in the context
-                self._staying.add(storage_key(tensor))
+                self._others.staying.add(storage_key(tensor))
             return Unmoved(tensor, self.layer)
         entry = None
         known = self._named.get(id(tensor))
@@ -238,7 +233,7 @@ class LayerVisit(SlotObserver):
             if entry is not None and known[1] >= 0 and tensor._version != known[1]:
                 entry.ready = None  # written to after the op had saved it: there when the forward ends
         if entry is None and te_adapter.is_marked_not_offload(tensor):
-            self._count_marked(tensor)
+            self._others.count_marked(tensor)
             return Unmoved(tensor, self.layer)
         apart = te_adapter.take_apart(tensor) if kind is not _TENSOR else None
         if apart is not None:
@@ -246,54 +241,26 @@ class LayerVisit(SlotObserver):
                 if entry is not None and buffer is not None:
                     self._name(buffer, entry)
             return SavedWrapper(apart[0], [None if buffer is None else self.pack(buffer) for buffer in apart[1]])
-        return self._handle([without_graph(tensor)], entry or self._entry_of_other(tensor))
+        return self._handle([without_graph(tensor)], entry or self._entry_of(tensor))
 
     def _handle(self, tensors: list[torch.Tensor], entry: SlotEntry) -> Saved:
         handle = Saved(tensors, entry)
         entry.handles.append(weakref.ref(handle))
         return handle
 
-    def _count_marked(self, tensor: torch.Tensor) -> None:
-        """A tensor that no op of te_offload named carries the mark to stay: all of them are one row of the record."""
-        if self._marked is None:
-            self._marked = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False)
-            self._marked.reason = Reason.MARKED
-            self.entries.append(self._marked)
-        buffers = [tensor] if type(tensor) is torch.Tensor else te_adapter.take_apart(tensor)
-        for buffer in buffers[1] if isinstance(buffers, tuple) else buffers or [tensor]:
-            if buffer is not None:
-                self._marked.tensors += 1
-                self._marked.nbytes += buffer.nbytes
-                if is_plain(buffer):
-                    self._staying.add(storage_key(buffer))
-
-    def _entry_of_other(self, tensor: torch.Tensor) -> SlotEntry:
-        """The entry of a tensor that no op of te_offload named: its region's, else one for each storage."""
-        region = self._regions[-1] if self._regions else None
-        key = 0
-        if region is not None:
-            entry = self._by_region.get(region.name)
-        else:
-            key = storage_key(tensor) if is_plain(tensor) else id(tensor)
-            entry = self._by_storage.get(key)
-        if entry is None:
-            if region is not None:
-                entry = SlotEntry(self, region.name, SlotName.REGION, keep=region.keep, once=False)
-                self._by_region[region.name] = self._region = entry
-            else:
-                ordinal = len(self._by_storage)
-                entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False, ordinal=ordinal)
-                self._by_storage[key] = entry
-            self.entries.append(entry)
+    def _entry_of(self, tensor: torch.Tensor) -> SlotEntry:
+        entry = self._others.entry_of(tensor)
+        if entry.slot is SlotName.REGION:
+            self._region = entry
         return entry
 
     def entry_apart(self, handles: list[Saved]) -> SlotEntry:
-        """An entry for tensors of a region that cannot go with the others."""
-        ordinal = sum(entry.ordinal is not None for entry in self.entries)
-        entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False, ordinal=ordinal)
-        entry.hold(handles)
-        self.entries.append(entry)
-        return entry
+        """See `OtherSlots.entry_apart`."""
+        return self._others.entry_apart(handles)
+
+    def name_storages(self, op: str, slots: Iterable[tuple[SlotName, torch.Tensor, bool]]) -> None:
+        """See `StorageObserver.name_storages`."""
+        self._others.name(op, slots)
 
     # At its end ------------------------------------------------------------------------------------------------------
 
@@ -336,11 +303,11 @@ class LayerVisit(SlotObserver):
             for reference, _, owners in self._named.values():
                 tensor = reference() if None in owners else None
                 if tensor is not None and is_plain(tensor):
-                    self._staying.add(storage_key(tensor))
+                    self._others.staying.add(storage_key(tensor))
             going, staying = decide(
                 self.entries,
                 self._owned_storages,
-                self._staying,
+                self._others.staying,
                 self._engine.rules,
                 self.device,
                 mover.pool,
@@ -434,9 +401,7 @@ class LayerVisit(SlotObserver):
 
     def _forget(self) -> None:
         self._named.clear()
-        self._by_storage.clear()
-        self._by_region.clear()
-        self._staying.clear()
+        self._others.forget()
 
     # In the backward -------------------------------------------------------------------------------------------------
 

@@ -12,24 +12,13 @@ import torch._dynamo
 import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 
-from te_offload import OffloadSession
-from te_offload.errors import ArgumentError, UnsupportedError
+from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason
+from te_offload.errors import ArgumentError, PlanError, UnsupportedError
 from te_offload.functional import grouped_mlp
 from te_offload.fused import hopper, traced
-from tests.support.mlp import assert_same_bits, make_mlp, seeded
+from tests.support.mlp import assert_same_bits
+from tests.support.traced import FFN, HIDDEN, HOW, SPLITS, Layer, by_ops, run_layers, step, tensors
 
-EXPERTS, HIDDEN, FFN = 3, 16, 64
-SPLITS = (11, 0, 20)
-# By the names of `tests.support.mlp`: gate, numbers, interleave.
-HOW: dict[str, tuple[str, tuple[float, ...], int]] = {
-    "srelu": ("", (), 0),
-    "tanh-srelu": ("", (2.0,), 0),
-    "swiglu": ("SwiGLU", (), 0),
-    "swiglu-interleaved": ("SwiGLU", (), 32),
-    "swiglu-pairs": ("SwiGLU", (), 1),
-    "clamped-qgeglu": ("ClampedQGeGLU", (7.0, 1.702, 1.0), 0),
-    "situ-glu": ("SiTUGLU", (4.0, 25.0), 0),
-}
 EVERY = pytest.mark.parametrize("activation", HOW)
 
 
@@ -39,45 +28,6 @@ def _fused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def tensors(activation: str, splits: tuple[int, ...] = SPLITS, more: int = 0) -> dict[str, Any]:
-    """Arguments that take gradients, and split sizes; ``more``: rows of no expert."""
-    wide, tokens = FFN * (1 if "srelu" in activation else 2), sum(splits) + more
-    found = {
-        "x": seeded((tokens, HIDDEN), 1, dtype=torch.bfloat16),
-        "w1": seeded((EXPERTS, wide, HIDDEN), 2, dtype=torch.bfloat16),
-        "w2": seeded((EXPERTS, HIDDEN, FFN), 3, dtype=torch.bfloat16) / 8,
-        "scales": seeded((tokens,), 4).abs(),
-    }
-    found = {name: tensor.requires_grad_() for name, tensor in found.items()}
-    return found | {"split_sizes": torch.tensor(splits)}
-
-
-def step(function: Any, given: dict[str, torch.Tensor], activation: str, **options: Any) -> dict[str, torch.Tensor]:
-    """Output and gradients, by the names of what they are of."""
-    gate, numbers, interleave = HOW[activation]
-    y = function(**given, gate=gate, numbers=numbers, interleave=interleave, **options)
-    y.backward(seeded(tuple(y.shape), 5, dtype=y.dtype))
-    return {"y": y.detach()} | {name: one.grad for name, one in given.items() if one.grad is not None}
-
-
-def by_ops(activation: str, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same by a Sequential of te_offload's."""
-    mlp = make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, activation=activation, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for number in range(EXPERTS):
-            mlp[0].get_parameter(f"weight{number}").copy_(given["w1"][number])
-            mlp[2].get_parameter(f"weight{number}").copy_(given["w2"][number])
-    x, scales = (given[name].detach().requires_grad_() for name in ("x", "scales"))
-    y = mlp(x, given["split_sizes"], scales, given["split_sizes"])
-    y.backward(seeded(tuple(y.shape), 5, dtype=y.dtype))
-    assert x.grad is not None and scales.grad is not None
-    found = {"y": y.detach(), "x": x.grad, "scales": scales.grad}
-    for name, linear in (("w1", mlp[0]), ("w2", mlp[2])):
-        grads = [linear.get_parameter(f"weight{number}").grad for number in range(EXPERTS)]
-        found[name] = torch.stack([grad for grad in grads if grad is not None])
-    return found
 
 
 @EVERY
@@ -94,10 +44,10 @@ def test_what_torch_asks_of_an_op_holds(activation: str) -> None:
     given, (gate, numbers, interleave) = tensors(activation), HOW[activation]
     inputs = given["x"], given["w1"], given["w2"], given["split_sizes"], given["scales"], gate, numbers, interleave
     for saves in (False, True):
-        torch.library.opcheck(torch.ops.te_offload.grouped_mlp.default, (*inputs, saves))
+        torch.library.opcheck(torch.ops.te_offload.grouped_mlp.default, (*inputs, saves, []))
     ops, how = torch.ops.te_offload, (gate, list(numbers), interleave)
     x, w1, w2, scales = (given[name].detach() for name in ("x", "w1", "w2", "scales"))
-    y, offsets, act_input = ops.grouped_mlp(x, w1, w2, given["split_sizes"], scales, *how, True)
+    y, offsets, act_input = ops.grouped_mlp(x, w1, w2, given["split_sizes"], scales, *how, True, [])
     of_fc2 = torch.ones_like(y), w2, scales, offsets, act_input, *how, True
     torch.library.opcheck(ops.grouped_mlp_fc2_backward.default, of_fc2)
     dact_input, _, _, work = ops.grouped_mlp_fc2_backward(*of_fc2)
@@ -114,10 +64,19 @@ def test_one_graph_serves_any_split_sizes_and_any_number_of_tokens_after_the_sec
     assert counter.frame_count == 2  # the second one with any number of tokens
 
 
+def noted_in(saved: list[torch.Tensor]) -> Any:
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    return note
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["act_input saved", "FC1 again"])
 def test_what_is_saved_for_the_backward_passes_hooks_of_saved_tensors(again: bool) -> None:
-    given, saved = tensors("swiglu"), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: (saved.append(one), one)[1], lambda one: one):
+    given = tensors("swiglu")
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(noted_in(saved), lambda one: one):
         y = grouped_mlp(**given, recompute_act_input=again)
     shapes = [tuple(tensor.shape) for tensor in saved]
     assert ((sum(SPLITS), 2 * FFN) in shapes) is not again and (sum(SPLITS), HIDDEN) in shapes
@@ -129,8 +88,8 @@ def test_frozen_weights_take_no_gradient_and_fc1s_keep_no_input() -> None:
     expected = step(grouped_mlp, tensors("swiglu"), "swiglu")
     for name in ("w1", "w2"):
         given[name].requires_grad_(False)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: (saved.append(one), one)[1], lambda one: one):
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(noted_in(saved), lambda one: one):
         found = step(grouped_mlp, given, "swiglu")
     assert_same_bits({name: expected[name] for name in ("y", "x", "scales")}, found)
     assert (sum(SPLITS), HIDDEN) not in [tuple(tensor.shape) for tensor in saved]
@@ -172,40 +131,69 @@ def test_within_a_checkpoint_bits_are_the_same(*, compiled: bool) -> None:
     assert_same_bits(expected, step(found, given, "swiglu"))
 
 
-class Layer(torch.nn.Module):
-    """Weights, and something before them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        given = tensors("swiglu")
-        self.w1, self.w2 = (torch.nn.Parameter(given[name].detach().clone()) for name in ("w1", "w2"))
-
-    def forward(self, x: torch.Tensor, split_sizes: torch.Tensor) -> torch.Tensor:
-        return x + grouped_mlp(torch.nn.functional.silu(x), self.w1, self.w2, split_sizes)
-
-
-def test_a_session_around_compiled_layers_moves_what_they_save_and_changes_no_bit() -> None:
-    layers, splits = torch.nn.ModuleList([Layer(), Layer()]), torch.tensor(SPLITS)
-
-    def run() -> dict[str, torch.Tensor]:
-        layers.zero_grad()
-        x = y = seeded((sum(SPLITS), HIDDEN), 1, dtype=torch.bfloat16).requires_grad_()
-        for layer in layers:
-            y = layer(y, splits)
-        y.backward(seeded((sum(SPLITS), HIDDEN), 2, dtype=torch.bfloat16))
-        assert x.grad is not None
-        grads = {name: one.grad.clone() for name, one in layers.named_parameters() if one.grad is not None}
-        return {"y": y.detach(), "x": x.grad} | grads
-
-    expected = run()
-    for layer in layers:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("stays", [(), ("fc1_input",), ("act_input",)], ids=str)
+def test_a_session_moves_its_slots_but_for_those_that_are_to_stay_and_changes_no_bit(
+    stays: tuple[str, ...], *, compiled: bool
+) -> None:
+    layers = torch.nn.ModuleList(Layer(no_offload_activation=stays) for _ in range(2))
+    expected = run_layers(layers)
+    for layer in layers if compiled else ():
         layer.compile(backend="aot_eager", fullgraph=True)
     with OffloadSession(layers, min_bytes=0) as session:
         for _ in range(3):
             with session.step():
-                found = run()
+                found = run_layers(layers)
             assert_same_bits(expected, found)
-            assert session.records[-1].bytes_back > sum(SPLITS) * 2 * FFN * 2 * 2  # two layers' act_input in bf16
+            rows = {row.name: row for row in session.records[-1].slots}
+            for name, columns in (("fc1_input", HIDDEN), ("act_input", 2 * FFN)):
+                for layer_name in ("layer0", "layer1"):
+                    row = rows[f"{layer_name}/grouped_mlp.{name}"]
+                    fate, reason = (Fate.KEPT, Reason.ASKED) if name in stays else (Fate.OFFLOADED, Reason.NONE)
+                    assert (row.fate, row.reason, row.nbytes) == (fate, reason, sum(SPLITS) * columns * 2)
+            assert session.records[-1].bytes_back > 0
+
+
+def test_two_in_a_layer_have_one_name_and_a_plan_that_has_it_is_one_of_the_model() -> None:
+    class Twice(torch.nn.ModuleList):
+        def forward(self, x: torch.Tensor, split_sizes: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = layer(x, split_sizes)
+            return x
+
+    layers = torch.nn.ModuleList([Twice([Layer(), Layer()])])
+    with OffloadSession(layers, min_bytes=0) as session:
+        with session.step():
+            expected = run_layers(layers)
+        sizes = [row.nbytes for row in session.records[-1].slots if row.name == "layer0/grouped_mlp.act_input"]
+    assert sizes == [sum(SPLITS) * 2 * FFN * 2] * 2
+    going = {"layer0/grouped_mlp.act_input": True, "layer0/grouped_mlp.fc1_input": False}
+    plan = Plan(tuple(PlannedSlot(name, 0, 1, goes) for name, goes in going.items()))
+    with OffloadSession(layers, min_bytes=0, plan=plan) as session, session.step():
+        found = run_layers(layers)
+    fates = {row.name: row.fate for row in session.records[-1].slots}
+    assert_same_bits(expected, found)
+    assert going == {name: fates[name] is Fate.OFFLOADED for name in going}
+
+
+def test_a_plan_that_names_another_op_of_no_layer_is_an_error() -> None:
+    plan = Plan((PlannedSlot("layer0/grouped.act_input", 0, 1, goes=True),))
+    with pytest.raises(PlanError, match=r"names layer0/grouped.act_input, but layer0 owns no slot"):
+        OffloadSession([Layer()], plan=plan)
+
+
+def test_memory_that_another_tensor_gets_later_does_not_take_the_name_with_it() -> None:
+    class Other(Layer):
+        def forward(self, x: torch.Tensor, split_sizes: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():  # nobody saves what it names
+                for _ in range(8):
+                    grouped_mlp(x * 2, self.w1, self.w2, split_sizes)
+            return torch.exp(x * 2)
+
+    layers = torch.nn.ModuleList([Other()])
+    with OffloadSession(layers, min_bytes=0) as session, session.step():
+        run_layers(layers)
+    assert {row.name for row in session.records[-1].slots} == {"layer0/other"}
 
 
 # Bad input ---------------------------------------------------------------------------------------------------------------

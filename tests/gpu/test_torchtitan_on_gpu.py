@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
 
 from te_offload import OffloadSession
 from te_offload.fused import fusions_in, hopper
@@ -18,7 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchtitan", reason="torchtitan is not installed here")
     from te_offload.torchtitan import RECIPES
-    from tests.support.titan_moe import BACKENDS, DIM, beside_linears, inputs, make, step
+    from tests.support.titan_moe import BACKENDS, DIM, beside_linears, inputs, make, step, traced_as_by_torchtitan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,6 +98,30 @@ def test_a_session_changes_no_bit(again: bool, recipe: str | None) -> None:
             act_input = Fate.RECOMPUTED if again else Fate.OFFLOADED
             assert fates == {"0": Fate.OFFLOADED, "1": act_input, "2": Fate.RECOMPUTED}
             assert session.records[-1].bytes_out > 0
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["act_input saved", "FC1 again"])
+def test_compiled_by_inductor_it_computes_what_it_does_and_a_session_changes_no_bit(again: bool) -> None:
+    x, grad = inputs(device="cuda")
+    moe = make("ours", "cuda", recompute_act_input=again, no_offload_activation=["fc1_input"])
+    eager = step(moe, x, grad)
+    torch._dynamo.reset()
+    with traced_as_by_torchtitan():
+        moe.compile(fullgraph=True)
+        expected = step(moe, x, grad)
+        errors = {name: float((one - eager[name]).norm() / eager[name].norm()) for name, one in expected.items()}
+        assert max(errors.values()) < 1e-2, errors
+        with OffloadSession(moe, min_bytes=0) as session:
+            for _ in range(3):
+                torch.full((64, 1024, 1024), float("nan"), device="cuda")
+                with session.step():
+                    found = step(moe, x, grad)
+                assert_same_bits(expected, found)
+                rows = {row.name: row.fate for row in session.records[-1].slots}
+                assert rows["layer0/grouped_mlp.fc1_input"] is Fate.KEPT
+                assert ("layer0/grouped_mlp.act_input" in rows) is not again
+                assert session.records[-1].bytes_back > 0
+    torch._dynamo.reset()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

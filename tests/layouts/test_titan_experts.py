@@ -29,7 +29,7 @@ from tests.support.process_groups import on_two_ranks
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchtitan", reason="torchtitan is not installed here")
-    from tests.support.titan_moe import BACKENDS, inputs, make, step
+    from tests.support.titan_moe import BACKENDS, inputs, make, step, traced_as_by_torchtitan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:In CPU autocast"),  # of torchtitan's router
@@ -127,20 +127,16 @@ def test_a_session_moves_its_slots_and_changes_no_bit() -> None:
 
 
 @pytest.fixture
-def _traced_as_torchtitan_has_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if not hasattr(torch.compiler, "_is_non_strict_tracing"):  # of newer torches: a compiler's question, no here
-        monkeypatch.setattr(torch.compiler, "_is_non_strict_tracing", lambda: False, raising=False)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+def _traced_as_torchtitan_has_it() -> Iterator[None]:
+    with traced_as_by_torchtitan():
         yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("_traced_as_torchtitan_has_it")
 @pytest.mark.parametrize("again", ["", "FC1", "layer"])
 def test_compiled_as_a_whole_it_has_the_bits_of_eager_steps_and_a_session_changes_none(again: str) -> None:
     x, grad = inputs()
-    moe = make("ours", recompute_act_input=again == "FC1")
+    moe = make("ours", recompute_act_input=again == "FC1", no_offload_activation=["fc1_input"])
     expected = step(moe, x, grad)
     if again == "layer":
         moe = checkpoint_wrapper(moe, preserve_rng_state=False)
@@ -152,6 +148,10 @@ def test_compiled_as_a_whole_it_has_the_bits_of_eager_steps_and_a_session_change
                 found = step(moe, x, grad)
             assert_same_bits(expected, found)
             assert session.records[-1].bytes_back > 0
+            rows = {row.name: row.fate for row in session.records[-1].slots}
+            if again != "layer":
+                assert rows["layer0/grouped_mlp.fc1_input"] is Fate.KEPT
+            assert ("layer0/grouped_mlp.act_input" in rows) is (again == "")
 
 
 @pytest.mark.usefixtures("_traced_as_torchtitan_has_it")

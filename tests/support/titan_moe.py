@@ -13,7 +13,9 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import transformer_engine.pytorch as te
 
@@ -96,6 +98,17 @@ def expert_parallel(backend: str, device: str, ranks: int) -> Iterator[Any]:
         moe.parallelize(dims)
         moe.init_states(buffer_device=torch.device(device))
         yield moe
+
+
+@contextlib.contextmanager
+def traced_as_by_torchtitan() -> Iterator[None]:
+    """torch.compile as torchtitan's `apply_compile` sets it up, for a torch older than it is for."""
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(capture_scalar_outputs=True):
+        if not hasattr(torch.compiler, "_is_non_strict_tracing"):  # of newer torches: a compiler's question, no here
+            patch.setattr(torch.compiler, "_is_non_strict_tracing", lambda: False, raising=False)
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
 
 
 def inputs(

@@ -1,0 +1,121 @@
+"""`te_offload.functional.grouped_mlp` on a Hopper GPU: eager, compiled by inductor, and in its CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+
+from te_offload import Fate, OffloadSession
+from te_offload.errors import ArgumentError, UnsupportedError
+from te_offload.functional import grouped_mlp
+from te_offload.fused import hopper
+from tests.support.mlp import assert_same_bits
+from tests.support.traced import FFN, HIDDEN, HOW, SPLITS, Layer, by_ops, run_layers, step, tensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU here"
+    ),
+    pytest.mark.filterwarnings("ignore"),  # inductor's, of the card
+]
+pytest.importorskip("quack", reason="quack-kernels, which has the kernels, is not installed here")
+AGAIN = pytest.mark.parametrize("again", [False, True], ids=["act_input saved", "FC1 again"])
+
+
+@pytest.fixture(autouse=True)
+def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(hopper.SWITCH, "1")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def poison() -> None:
+    """What is free holds no number."""
+    torch.full((64, 1024, 1024), float("nan"), device="cuda")
+
+
+@AGAIN
+@pytest.mark.parametrize("activation", HOW)
+def test_it_has_the_bits_of_the_ops(activation: str, *, again: bool) -> None:
+    expected = by_ops(activation, tensors(activation, device="cuda"))
+    for function in (grouped_mlp, torch.compile(grouped_mlp, fullgraph=True)):
+        poison()
+        given = tensors(activation, device="cuda")
+        assert_same_bits(expected, step(function, given, activation, recompute_act_input=again))
+
+
+@pytest.mark.parametrize("splits", [(0, 0, 31), (1, 29, 1), (0, 0, 0), (300, 0, 7)])
+def test_one_compiled_function_serves_any_split_sizes(splits: tuple[int, ...]) -> None:
+    function = torch.compile(grouped_mlp, fullgraph=True, dynamic=True)
+    for one in (SPLITS, splits):
+        poison()
+        expected = by_ops("swiglu", tensors("swiglu", one, device="cuda"))
+        assert_same_bits(expected, step(function, tensors("swiglu", one, device="cuda"), "swiglu"))
+
+
+@AGAIN
+def test_in_inductors_cuda_graphs_other_splits_and_numbers_have_the_bits_of_eager_steps(again: bool) -> None:
+    function = torch.compile(grouped_mlp, fullgraph=True, mode="reduce-overhead")
+    given = tensors("swiglu", device="cuda")
+    for number, splits in enumerate(((11, 0, 20), (0, 31, 0), (10, 10, 11), (1, 2, 28), (31, 0, 0))):
+        with torch.no_grad():
+            given["split_sizes"].copy_(torch.tensor(splits))
+            given["x"].mul_(1 + number / 7)
+        for one in given.values():
+            one.grad = None
+        expected = by_ops("swiglu", given)
+        torch.compiler.cudagraph_mark_step_begin()
+        found = step(function, given, "swiglu", recompute_act_input=again)
+        assert_same_bits(expected, found)
+
+
+@AGAIN
+def test_rows_of_no_expert_are_zero_and_take_no_gradient(again: bool) -> None:
+    poison()
+    given = tensors("swiglu", more=6, device="cuda")
+    with torch.no_grad():
+        given["x"][sum(SPLITS) :] = float("nan")
+    found = step(grouped_mlp, given, "swiglu", recompute_act_input=again)
+    for name in ("y", "x", "scales"):
+        assert not found[name][sum(SPLITS) :].any() and found[name][: sum(SPLITS)].any()
+    assert not any(one.isnan().any() for one in found.values())
+
+
+@pytest.mark.parametrize("stays", [(), ("act_input",)], ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_session_moves_its_slots_but_for_those_that_are_to_stay(stays: tuple[str, ...], *, compiled: bool) -> None:
+    layers = torch.nn.ModuleList(Layer(device="cuda", no_offload_activation=stays) for _ in range(2))
+    expected = run_layers(layers)
+    for layer in layers if compiled else ():
+        layer.compile(fullgraph=True)
+    if compiled:  # inductor's silu has other bits
+        expected = run_layers(layers)
+    with OffloadSession(layers, min_bytes=0) as session:
+        for _ in range(3):
+            poison()
+            with session.step():
+                found = run_layers(layers)
+            assert_same_bits(expected, found)
+            rows = {row.name: row for row in session.records[-1].slots}
+            for name, columns in (("fc1_input", HIDDEN), ("act_input", 2 * FFN)):
+                row = rows[f"layer1/grouped_mlp.{name}"]
+                fate = Fate.KEPT if name in stays else Fate.OFFLOADED
+                assert (row.fate, row.nbytes) == (fate, sum(SPLITS) * columns * 2)
+            assert session.records[-1].bytes_back > 0
+
+
+def test_what_its_kernels_do_not_take_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: Any = tensors("swiglu", device="cuda")
+    with pytest.raises(UnsupportedError, match="glu_interleave_size=64, which does not divide 32"):
+        grouped_mlp(**given, interleave=64)
+    with pytest.raises(ArgumentError, match=r"torch\.float32; its kernels take multiples of 8, in bf16 and fp16"):
+        grouped_mlp(**{name: one if name == "split_sizes" else one.float() for name, one in given.items()})
+    monkeypatch.setenv(hopper.SWITCH, "0")
+    with pytest.raises(UnsupportedError, match="its kernels do not run here: TE_OFFLOAD_FUSED_MLP is 0"):
+        grouped_mlp(**given)
