@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_offload.errors import ArgumentError
+from te_offload.offload.untraced import untraced
 from te_offload.ops.slot_owner import SlotOwner
 from te_offload.slots import SavedSlot, SlotHandle, SlotName, SlotObserver, Watch, slot_title
 
@@ -35,10 +36,10 @@ class _ForwardHook:
         if session is None:
             return
         if self._before:
-            session.begin_forward(self.attachment, args, kwargs)
+            untraced(session.begin_forward, self.attachment, args, kwargs)
         else:  # torch calls it with no output, while the exception is handled, if the forward raised
             failed = output is None and sys.exc_info()[0] is not None
-            session.end_forward(self.attachment, output, failed=failed)
+            untraced(session.end_forward, self.attachment, output, failed=failed)
 
     def __deepcopy__(self, memo: Any) -> _ForwardHook:
         return _ForwardHook(None, before=self._before)

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_offload.offload.extents import storage_key
 from te_offload.offload.plain import is_plain
-from te_offload.offload.saved import Saved, SlotEntry
+from te_offload.offload.saved import SlotEntry
 from te_offload.ops import te_adapter
 from te_offload.slots import Reason, SlotName
 
@@ -24,17 +24,13 @@ if TYPE_CHECKING:
 
 
 class OtherSlots:
-    """See the module.
-
-    Args:
-        visit: the forward, to whose entries new ones are added.
+    """See the module. It does not refer to its forward, which may be left to nobody but the garbage collector otherwise.
 
     Attributes:
         staying: storages of tensors that stay and belong to no slot.
     """
 
-    def __init__(self, visit: LayerVisit) -> None:
-        self._visit = visit
+    def __init__(self) -> None:
         self._by_storage: dict[int, SlotEntry] = {}
         self._by_region: dict[str, SlotEntry] = {}
         self._regions: list[Region] = []
@@ -63,8 +59,8 @@ class OtherSlots:
             storage = StorageWeakRef(tensor.untyped_storage())
             self._named.setdefault(storage_key(tensor), (storage, op, slot, keep, times or None))
 
-    def entry_of(self, tensor: torch.Tensor) -> SlotEntry:
-        """Of a tensor that no op declared: its region's, else one for each storage."""
+    def entry_of(self, tensor: torch.Tensor, visit: LayerVisit) -> SlotEntry:
+        """Of a tensor that no op declared, and the forward saves: its region's, else one for each storage."""
         region = self._regions[-1] if self._regions else None
         key = 0
         if region is not None:
@@ -73,7 +69,7 @@ class OtherSlots:
             key = storage_key(tensor) if is_plain(tensor) else id(tensor)
             entry = self._by_storage.get(key)
         if entry is None:
-            visit, named = self._visit, self._named.get(key)
+            named = self._named.get(key)
             if region is not None:
                 entry = SlotEntry(visit, region.name, SlotName.REGION, keep=region.keep, once=False)
                 self._by_region[region.name] = entry
@@ -88,21 +84,12 @@ class OtherSlots:
             visit.entries.append(entry)
         return entry
 
-    def entry_apart(self, handles: list[Saved]) -> SlotEntry:
-        """An entry for tensors of a region that cannot go with the others."""
-        entries = self._visit.entries
-        ordinal = sum(entry.slot is SlotName.OTHER and entry.ordinal is not None for entry in entries)
-        entry = SlotEntry(self._visit, "", SlotName.OTHER, keep=False, once=False, ordinal=ordinal)
-        entry.hold(handles)
-        entries.append(entry)
-        return entry
-
-    def count_marked(self, tensor: torch.Tensor) -> None:
+    def count_marked(self, tensor: torch.Tensor, visit: LayerVisit) -> None:
         """A tensor that no op of te_offload named carries the mark to stay: all of them are one row of the record."""
         if self._marked is None:
-            self._marked = SlotEntry(self._visit, "", SlotName.OTHER, keep=False, once=False)
+            self._marked = SlotEntry(visit, "", SlotName.OTHER, keep=False, once=False)
             self._marked.reason = Reason.MARKED
-            self._visit.entries.append(self._marked)
+            visit.entries.append(self._marked)
         buffers = [tensor] if type(tensor) is torch.Tensor else te_adapter.take_apart(tensor)
         for buffer in buffers[1] if isinstance(buffers, tuple) else buffers or [tensor]:
             if buffer is not None:
@@ -117,3 +104,5 @@ class OtherSlots:
         self._by_region.clear()
         self._named.clear()
         self.staying.clear()
+        self._regions.clear()
+        self._marked = None

@@ -108,7 +108,7 @@ class LayerVisit(SlotObserver, StorageObserver):
         # longer than they would without a session (a checkpoint inside the layer drops them at once).
         # Several ops may save one object; they are packed in the order in which they named it. None: exempt.
         self._named: dict[int, tuple[weakref.ref[torch.Tensor], int, list[SlotEntry | None]]] = {}
-        self._others = OtherSlots(self)
+        self._others = OtherSlots()
         self._region: SlotEntry | None = None  # of the innermost one, from the first tensor on that it saves
         self._pack: Any = None
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
@@ -233,7 +233,7 @@ class LayerVisit(SlotObserver, StorageObserver):
             if entry is not None and known[1] >= 0 and tensor._version != known[1]:
                 entry.ready = None  # written to after the op had saved it: there when the forward ends
         if entry is None and te_adapter.is_marked_not_offload(tensor):
-            self._others.count_marked(tensor)
+            self._others.count_marked(tensor, self)
             return Unmoved(tensor, self.layer)
         apart = te_adapter.take_apart(tensor) if kind is not _TENSOR else None
         if apart is not None:
@@ -249,14 +249,18 @@ class LayerVisit(SlotObserver, StorageObserver):
         return handle
 
     def _entry_of(self, tensor: torch.Tensor) -> SlotEntry:
-        entry = self._others.entry_of(tensor)
+        entry = self._others.entry_of(tensor, self)
         if entry.slot is SlotName.REGION:
             self._region = entry
         return entry
 
     def entry_apart(self, handles: list[Saved]) -> SlotEntry:
-        """See `OtherSlots.entry_apart`."""
-        return self._others.entry_apart(handles)
+        """An entry for tensors of a region that cannot go with the others."""
+        ordinal = sum(entry.slot is SlotName.OTHER and entry.ordinal is not None for entry in self.entries)
+        entry = SlotEntry(self, "", SlotName.OTHER, keep=False, once=False, ordinal=ordinal)
+        entry.hold(handles)
+        self.entries.append(entry)
+        return entry
 
     def name_storages(self, op: str, slots: Iterable[tuple[SlotName, torch.Tensor, bool]]) -> None:
         """See `StorageObserver.name_storages`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -67,6 +68,28 @@ def compiled_each(layers: torch.nn.ModuleList, how: str) -> torch.nn.ModuleList:
     for layer in layers:
         layer.compile(backend="aot_eager")
     return layers
+
+
+@pytest.mark.parametrize("place", ["begin_forward", "end_forward"])
+def test_nothing_that_a_session_calls_is_traced_where_that_would_be_an_error(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As host memory is got with one, whose counter of all TorchDynamo cannot trace."""
+    real, calls = getattr(OffloadSession, place), []
+
+    def calling(self: OffloadSession, *args: Any, **kwargs: Any) -> None:
+        calls.append(weakref.finalize(self, int))
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(OffloadSession, place, calling)
+    expected = gradients(layers(), forward, 0)
+    model = layers()
+    for layer in model:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    with OffloadSession(model, min_bytes=0) as session, session.step():
+        found = gradients(model, forward, 0)
+    assert len(calls) == len(model) and session.records[-1].bytes_back > 0
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
 class Experts(torch.nn.Module):
