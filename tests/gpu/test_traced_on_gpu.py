@@ -13,6 +13,7 @@ from te_offload import Fate, OffloadSession
 from te_offload.errors import ArgumentError, UnsupportedError
 from te_offload.functional import grouped_mlp
 from te_offload.fused import hopper
+from te_offload.graphs import CaptureState, CudagraphBackend
 from tests.support.mlp import assert_same_bits
 from tests.support.traced import FFN, HIDDEN, HOW, SPLITS, Layer, by_ops, run_layers, step, tensors
 
@@ -119,3 +120,20 @@ def test_what_its_kernels_do_not_take_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(hopper.SWITCH, "0")
     with pytest.raises(UnsupportedError, match="its kernels do not run here: TE_OFFLOAD_FUSED_MLP is 0"):
         grouped_mlp(**given)
+
+
+@AGAIN
+def test_in_graphs_of_our_own_backend_steps_have_the_bits_of_eager_ones(again: bool) -> None:
+    backend = CudagraphBackend(min_ops=1, warmup=1)
+    function = torch.compile(grouped_mlp, fullgraph=True, backend=backend)
+    given = tensors("swiglu", device="cuda")
+    for splits in ((11, 0, 20), (0, 31, 0), (10, 10, 11), (1, 2, 28)):
+        poison()
+        with torch.no_grad():
+            given["split_sizes"].copy_(torch.tensor(splits))
+        for one in given.values():
+            one.grad = None
+        assert_same_bits(by_ops("swiglu", given), step(function, given, "swiglu", recompute_act_input=again))
+    captures: list[Any] = [*backend.forwards[0].captures, *backend.backwards[0].captures]  # type: ignore[union-attr]
+    assert all(one.state is CaptureState.CAPTURED and one._graph.replays > 1 for one in captures), backend.report()
+    backend.close()
