@@ -187,12 +187,17 @@ def main(rank: int, device: str, meeting: str) -> None:
     whole = make("ours", device)
     expected = step(whole, x, grad)
     for backend in BACKENDS[device]:
-        with expert_parallel(backend, device, 2) as moe:
+        with traced_as_by_torchtitan(), expert_parallel(backend, device, 2) as moe:
             take_weights(moe, whole, rank)
             compare(rank, moe, expected, x, grad)
-        print("same under", backend, flush=True)
+            print("same under", backend, flush=True)
+            compare_compiled(moe, x[rank : rank + 1], grad[rank : rank + 1])
+            print("same, compiled, under", backend, flush=True)
     compare_sharded(rank, whole, x.bfloat16(), grad.bfloat16())
     print("same, sharded", flush=True)
+    with traced_as_by_torchtitan():
+        compare_sharded(rank, whole, x.bfloat16(), grad.bfloat16(), compiled=True)
+    print("same, compiled and sharded", flush=True)
 
 
 def main_quantized(rank: int, device: str, meeting: str) -> None:
@@ -211,7 +216,9 @@ def main_quantized(rank: int, device: str, meeting: str) -> None:
         print(f"same, sharded, in {recipe}", flush=True)
 
 
-def compare_sharded(rank: int, whole: Any, x: torch.Tensor, grad: torch.Tensor, *, most: float = 3e-2) -> None:
+def compare_sharded(
+    rank: int, whole: Any, x: torch.Tensor, grad: torch.Tensor, *, most: float = 3e-2, compiled: bool = False
+) -> None:
     """The same of a layer that FSDP2 shards, with weights in bf16 and gradients in float32 as torchtitan has them: the mean
     over ranks, of shards by the first dimension.
 
@@ -224,7 +231,9 @@ def compare_sharded(rank: int, whole: Any, x: torch.Tensor, grad: torch.Tensor, 
     expected, moe = step(copy.deepcopy(whole).bfloat16(), x, grad), copy.deepcopy(whole)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(x.device.type, (2,))
-    for part in (moe.routed_experts.inner_experts, moe):
+    if compiled:  # as torchtitan has blocks: before they are sharded
+        moe.compile(backend="aot_eager", fullgraph=True)
+    for part in (moe,) if compiled else (moe.routed_experts.inner_experts, moe):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     mine = slice(rank, rank + 1)
     found = step(moe, x[mine], grad[mine])
@@ -233,10 +242,25 @@ def compare_sharded(rank: int, whole: Any, x: torch.Tensor, grad: torch.Tensor, 
         other = expected[name][at]
         error = float((tensor * (1 if name in ("y", "x") else 2) - other).norm() / other.norm())
         assert tensor.shape == other.shape and error < most, (name, error)
-    same_in_a_session(moe, x[mine], grad[mine], found)
+    same_in_a_session(moe, x[mine], grad[mine], found, "grouped_mlp." if compiled else "inner_experts.mlp.1.")
 
 
-def same_in_a_session(moe: Any, x: torch.Tensor, grad: torch.Tensor, expected: dict[str, torch.Tensor]) -> None:
+def compare_compiled(moe: Any, x: torch.Tensor, grad: torch.Tensor) -> None:
+    """Compiled as a whole, a rank's layer has the bits of its eager step.
+
+    Raises:
+        AssertionError: it has others.
+    """
+    expected = step(moe, x, grad)
+    moe.compile(backend="aot_eager", fullgraph=True)
+    found = step(moe, x, grad)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), expected.keys()
+    same_in_a_session(moe, x, grad, {name: found[name] for name in found if "router" not in name}, "grouped_mlp.")
+
+
+def same_in_a_session(
+    moe: Any, x: torch.Tensor, grad: torch.Tensor, expected: dict[str, torch.Tensor], op: str = "inner_experts.mlp.1."
+) -> None:
     """Three steps.
 
     Raises:
@@ -248,9 +272,10 @@ def same_in_a_session(moe: Any, x: torch.Tensor, grad: torch.Tensor, expected: d
         for _ in range(3):
             with session.step():
                 found = step(moe, x, grad)
+            rows = session.records[-1].slots
             assert session.records[-1].bytes_out > 0
             assert expected and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        assert "inner_experts.mlp.1.act_input" in session.report()
+        assert f"{op}act_input" in {row.name.split("/")[1].removeprefix("routed_experts.") for row in rows}
 
 
 def rows_of(rank: int) -> slice:
