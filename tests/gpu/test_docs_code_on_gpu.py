@@ -108,5 +108,5 @@ def test_backend_of_torch_compile_reports_its_graphs(capsys: pytest.CaptureFixtu
 
 
 def test_weights_need_not_stay_quantized_until_the_backward() -> None:
-    linear = run("linear = " + code_blocks()["offloading.md 4"], "cuda")["linear"]
+    linear = run("linear = " + code_blocks()["offloading.md 5"], "cuda")["linear"]
     assert not linear.keep_quantized_weight

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from te_offload import Fate, Reason
+from te_offload import Fate, OffloadSession, Reason
 from te_offload.fused import hopper
 from tests.support.docs_code import EXPERTS, FFN, HIDDEN, LAYERS, SPLITS, LossOf, Model, batches, code_blocks, run
 from tests.support.mlp import make_inputs, seeded
 
-ON_GPU = {"offloading.md 4", *(f"graphs.md {number}" for number in range(1, 5))}  # tests/gpu/test_docs_code_on_gpu.py
+ON_GPU = {"offloading.md 5", *(f"graphs.md {number}" for number in range(1, 5))}  # tests/gpu/test_docs_code_on_gpu.py
 STEPS = 2
 
 
@@ -21,7 +21,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def test_every_block_of_code_is_run_by_a_test() -> None:
-    offloading = {f"offloading.md {number}" for number in range(1, 4)}
+    offloading = {f"offloading.md {number}" for number in range(1, 5)}
     assert set(code_blocks()) == ON_GPU | offloading | {"README.md 1"} | {
         f"adopting.md {number}" for number in range(1, 3)
     }
@@ -68,6 +68,20 @@ def test_inputs_of_layers_that_are_computed_again_go_and_nothing_else_does() -> 
         assert {row.fate for row in record.slots if row.op} == {Fate.RECOMPUTED}
     expected = gradients(twin)
     assert expected and all(map(torch.equal, gradients(model), expected))
+
+
+def test_experts_that_are_traced_are_compiled_whole_and_one_slot_of_them_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(hopper.SWITCH, "reference")
+    with torch.compiler.set_stance("force_eager"):  # inductor would ask for a compiler
+        experts = run(code_blocks()["offloading.md 4"], "cpu")["experts"]
+        with OffloadSession([experts]) as session, session.step():
+            x, split_sizes, scales = next(batches(1, "cpu"))
+            y = experts(x, split_sizes, scales)
+            y.sum().backward()
+    assert y.shape == x.shape and experts.w1.grad is not None
+    fates = {row.name: row.fate for row in session.records[-1].slots}
+    assert fates["layer0/grouped_mlp.fc1_input"] is Fate.KEPT
+    assert fates["layer0/grouped_mlp.act_input"] is Fate.OFFLOADED
 
 
 def test_context_in_place_of_transformer_engine_s_offloads_with_the_gradients_of_the_model_alone() -> None:
