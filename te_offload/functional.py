@@ -11,7 +11,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from te_offload.errors import ArgumentError
 from te_offload.fused import traced as _traced  # noqa: F401  registers the op
+
+SLOTS = ("fc1_input", "act_input", "fc2_input")
 
 
 def grouped_mlp(
@@ -41,19 +44,23 @@ def grouped_mlp(
             (`ScaledTanhSReLU`).
         interleave: ``glu_interleave_size``; 0: the gate's half of w1's rows comes first.
         recompute_act_input: the backward computes FC1 once more, from x, instead of keeping the activation's input.
-        no_offload_activation: slots that a session keeps on the GPU, of ``"fc1_input"`` and ``"act_input"``. They are
-            ``layer/grouped_mlp.fc1_input`` and ``layer/grouped_mlp.act_input`` there.
+        no_offload_activation: slots that a session keeps on the GPU, of `SLOTS`. They are ``layer/grouped_mlp.fc1_input``
+            and ``layer/grouped_mlp.act_input`` there; FC2's input is never saved.
 
     Returns:
         (T, H).
 
     Raises:
-        ArgumentError: shapes, dtypes or devices that do not fit, a gate of another name; weights where TMA cannot reach
-            them.
+        ArgumentError: shapes, dtypes, devices or numbers that do not fit, a gate or a slot of another name; weights where
+            TMA cannot reach them.
         UnsupportedError: inside of te.autocast; on a GPU, the kernels do not run here, with the reason.
     """
+    stays = [no_offload_activation] if isinstance(no_offload_activation, str) else list(no_offload_activation)
+    for name in stays:
+        if name not in SLOTS:
+            raise ArgumentError(f"grouped_mlp: no_offload_activation has {name}, but slots are {', '.join(SLOTS)}.")
     saves = not recompute_act_input and torch.is_grad_enabled()
     y: torch.Tensor = torch.ops.te_offload.grouped_mlp(
-        x, w1, w2, split_sizes, scales, gate, numbers, interleave, saves, list(no_offload_activation)
+        x, w1, w2, split_sizes, scales, gate, numbers, interleave, saves, stays
     )[0]
     return y

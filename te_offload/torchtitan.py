@@ -21,7 +21,7 @@ from transformer_engine.common import recipe as te_recipe
 
 from te_offload import ops
 from te_offload.errors import ArgumentError, NotInstalledError, UnsupportedError
-from te_offload.functional import grouped_mlp
+from te_offload.functional import SLOTS, grouped_mlp
 from te_offload.fused import explain, find_windows, hopper
 from te_offload.fused.calls import calls_of
 from te_offload.fused.given import GivenGroupedLinear
@@ -37,7 +37,6 @@ except ImportError as error:
         f"te_offload.torchtitan is for torchtitan 0.3.0, which cannot be imported here: {error}."
     ) from error
 
-SLOTS = ("fc1_input", "act_input", "fc2_input")
 RECIPES: dict[str, type[te_recipe.Recipe]] = {
     "fp8": te_recipe.Float8CurrentScaling,
     "fp8-block": te_recipe.Float8BlockScaling,

@@ -33,6 +33,12 @@ _HOW = "str gate, float[] numbers, int interleave"
 _FORWARD, _FC2, _FC1 = (f"te_offload::grouped_mlp{part}" for part in ("", "_fc2_backward", "_fc1_backward"))
 _DEVICES = ("cpu", "cuda")
 _GATES = {gate.value: gate for gate in Gate}
+_NUMBERS = {
+    "": (0, 1),
+    Gate.SWIGLU.value: (0,),
+    Gate.CLAMPED_QGEGLU.value: (3,),
+    Gate.SITU_GLU.value: (2,),
+}  # of a gate
 _ALIGNED = 8  # 16-bit elements in TMA's 16 bytes
 
 torch.library.define(
@@ -56,12 +62,16 @@ def activation_of(gate: str, numbers: Sequence[float], interleave: int) -> Activ
     """What the kernels are told, of the ops' arguments.
 
     Raises:
-        ArgumentError: a gate of another name.
+        ArgumentError: a gate of another name, or with another number of numbers.
     """
+    if gate not in _NUMBERS:
+        raise ArgumentError(f"grouped_mlp: gate is {gate!r}, but must be one of {', '.join(_GATES)}, or empty.")
+    if len(numbers) not in _NUMBERS[gate]:
+        raise ArgumentError(
+            f"grouped_mlp: numbers are {tuple(numbers)}, but gate={gate!r} takes {' or '.join(map(str, _NUMBERS[gate]))}."
+        )
     if gate == "":
         return SquaredReLU(*numbers)
-    if gate not in _GATES:
-        raise ArgumentError(f"grouped_mlp: gate is {gate!r}, but must be one of {', '.join(_GATES)}, or empty.")
     return Gated(_GATES[gate], tuple(numbers), interleave)
 
 
@@ -87,7 +97,9 @@ def _kernels(x: torch.Tensor, gate: str, numbers: Sequence[float], interleave: i
     return _kernels_of(activation, os.environ.get(SWITCH), reference=reference)
 
 
-def _check(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, split_sizes: torch.Tensor, gated: bool) -> None:
+def _check(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, split_sizes: torch.Tensor, gated: bool, interleave: int
+) -> None:
     if x.dim() != 2 or w1.dim() != 3 or w2.dim() != 3:
         raise ArgumentError(
             f"grouped_mlp: x, w1 and w2 must have 2, 3 and 3 dimensions, but are {tuple(x.shape)}, {tuple(w1.shape)} and "
@@ -99,6 +111,8 @@ def _check(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, split_sizes: tor
             f"grouped_mlp: x is {tuple(x.shape)}, w1 {tuple(w1.shape)}, w2 {tuple(w2.shape)}; they must be (T, H), "
             f"(N, {'2F' if gated else 'F'}, H) and (N, H, F)."
         )
+    if interleave and ffn % interleave:
+        raise ArgumentError(f"grouped_mlp: F={ffn} is no multiple of interleave={interleave}.")
     if split_sizes.shape != (experts,) or split_sizes.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(
             f"grouped_mlp: split_sizes are {tuple(split_sizes.shape)} of {split_sizes.dtype}; give {experts} of int32 or "
@@ -156,7 +170,7 @@ def _forward(
             "not compiled, or have te.autocast(enabled=False) around it."
         )
     kernels = _kernels(x, gate, numbers, interleave)
-    _check(x, w1, w2, split_sizes, gate != "")
+    _check(x, w1, w2, split_sizes, gate != "", interleave)
     given, x = x, _readable(x)
     y = x.new_empty(x.shape)
     offsets, counts = kernels.offsets(split_sizes, y)

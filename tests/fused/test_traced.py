@@ -212,6 +212,14 @@ def test_memory_that_another_tensor_gets_later_does_not_take_the_name_with_it() 
         ),
         ({"split_sizes": torch.tensor([1, 2])}, r"split_sizes are \(2,\) of torch.int64; give 3 of int32 or int64"),
         ({"split_sizes": torch.ones(3)}, r"split_sizes are \(3,\) of torch.float32"),
+        ({"interleave": 48}, "F=64 is no multiple of interleave=48"),
+        ({"numbers": (1.0,)}, r"numbers are \(1.0,\), but gate='SwiGLU' takes 0"),
+        ({"gate": "", "numbers": (1.0, 2.0)}, r"numbers are \(1.0, 2.0\), but gate='' takes 0 or 1"),
+        (
+            {"no_offload_activation": ["x"]},
+            "no_offload_activation has x, but slots are fc1_input, act_input, fc2_input",
+        ),
+        ({"no_offload_activation": "fc3_input"}, "no_offload_activation has fc3_input, but"),
     ],
 )
 def test_arguments_that_do_not_fit_are_errors(changed: dict[str, Any], message: str) -> None:

@@ -113,7 +113,9 @@ def test_a_session_moves_its_slots_but_for_those_that_are_to_stay(stays: tuple[s
 
 def test_what_its_kernels_do_not_take_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     given: Any = tensors("swiglu", device="cuda")
-    with pytest.raises(UnsupportedError, match="glu_interleave_size=64, which does not divide 32"):
+    with pytest.raises(
+        UnsupportedError, match="its kernels do not run here: glu_interleave_size=64, which does not divide 32"
+    ):
         grouped_mlp(**given, interleave=64)
     with pytest.raises(ArgumentError, match=r"torch\.float32; its kernels take multiples of 8, in bf16 and fp16"):
         grouped_mlp(**{name: one if name == "split_sizes" else one.float() for name, one in given.items()})

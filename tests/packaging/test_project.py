@@ -148,7 +148,7 @@ ROOMS = {
     "te_offload/offload": {"slots", "errors", "units", "ops", "fused", "offload", "report"},
     "te_offload/graphs": {"slots", "errors", "units", "ops", "offload", "graphs"},
     "te_offload/megatron.py": {"errors", "ops"},
-    "te_offload/functional.py": {"fused"},
+    "te_offload/functional.py": {"errors", "fused"},
     "te_offload/torchtitan.py": {"errors", "ops", "fused", "functional"},
     "te_offload/report": {"slots", "units", "fused", "offload", "report"},
 }
