@@ -98,7 +98,14 @@ def _kernels(x: torch.Tensor, gate: str, numbers: Sequence[float], interleave: i
 
 
 def _check(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, split_sizes: torch.Tensor, gated: bool, interleave: int
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    split_sizes: torch.Tensor,
+    scales: torch.Tensor | None,
+    *,
+    gated: bool,
+    interleave: int,
 ) -> None:
     if x.dim() != 2 or w1.dim() != 3 or w2.dim() != 3:
         raise ArgumentError(
@@ -110,6 +117,11 @@ def _check(
         raise ArgumentError(
             f"grouped_mlp: x is {tuple(x.shape)}, w1 {tuple(w1.shape)}, w2 {tuple(w2.shape)}; they must be (T, H), "
             f"(N, {'2F' if gated else 'F'}, H) and (N, H, F)."
+        )
+    if scales is not None and (scales.shape != x.shape[:1] or scales.device != x.device):
+        raise ArgumentError(
+            f"grouped_mlp: scales are {tuple(scales.shape)} on {scales.device}; give one for each of {x.shape[0]} rows, on "
+            f"{x.device}."
         )
     if interleave and ffn % interleave:
         raise ArgumentError(f"grouped_mlp: F={ffn} is no multiple of interleave={interleave}.")
@@ -170,7 +182,7 @@ def _forward(
             "not compiled, or have te.autocast(enabled=False) around it."
         )
     kernels = _kernels(x, gate, numbers, interleave)
-    _check(x, w1, w2, split_sizes, gate != "", interleave)
+    _check(x, w1, w2, split_sizes, scales, gated=gate != "", interleave=interleave)
     given, x = x, _readable(x)
     y = x.new_empty(x.shape)
     offsets, counts = kernels.offsets(split_sizes, y)
@@ -267,7 +279,7 @@ def _fake_fc1_again(x: Any, w1: Any, *_: Any) -> Any:
 
 def _fake_fc2_backward(dy: Any, w2: Any, scales: Any, offsets: Any, act_input: Any, *how: Any) -> Any:
     wide = torch.float64 if dy.dtype is torch.float64 else torch.float32
-    dscales, room = dy.new_empty(dy.shape[0], dtype=wide), Orders.room(w2.shape[0]) if dy.is_cuda else 0
+    dscales, room = dy.new_empty(dy.shape[0], dtype=wide), 0 if in_torch_arithmetic(dy) else Orders.room(w2.shape[0])
     dw2 = torch.empty_like(w2) if how[-1] else w2.new_empty(0)
     return torch.empty_like(act_input), dw2, dscales, offsets.new_empty(room)
 

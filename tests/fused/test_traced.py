@@ -212,6 +212,8 @@ def test_memory_that_another_tensor_gets_later_does_not_take_the_name_with_it() 
         ),
         ({"split_sizes": torch.tensor([1, 2])}, r"split_sizes are \(2,\) of torch.int64; give 3 of int32 or int64"),
         ({"split_sizes": torch.ones(3)}, r"split_sizes are \(3,\) of torch.float32"),
+        ({"scales": torch.ones(30)}, r"scales are \(30,\) on cpu; give one for each of 31 rows, on cpu"),
+        ({"scales": torch.ones(31, 1)}, r"scales are \(31, 1\) on cpu; give one"),
         ({"interleave": 48}, "F=64 is no multiple of interleave=48"),
         ({"numbers": (1.0,)}, r"numbers are \(1.0,\), but gate='SwiGLU' takes 0"),
         ({"gate": "", "numbers": (1.0, 2.0)}, r"numbers are \(1.0, 2.0\), but gate='' takes 0 or 1"),
