@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import torch._dynamo
 import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 
-from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason
+from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason, SlotName
 from te_offload.errors import ArgumentError, PlanError, UnsupportedError
 from te_offload.functional import grouped_mlp
 from te_offload.fused import hopper, traced
+from te_offload.offload.others import OtherSlots
 from tests.support.mlp import assert_same_bits
 from tests.support.traced import FFN, HIDDEN, HOW, SPLITS, Layer, by_ops, run_layers, step, tensors
 
@@ -182,18 +184,15 @@ def test_a_plan_that_names_another_op_of_no_layer_is_an_error() -> None:
         OffloadSession([Layer()], plan=plan)
 
 
-def test_memory_that_another_tensor_gets_later_does_not_take_the_name_with_it() -> None:
-    class Other(Layer):
-        def forward(self, x: torch.Tensor, split_sizes: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():  # nobody saves what it names
-                for _ in range(8):
-                    grouped_mlp(x * 2, self.w1, self.w2, split_sizes)
-            return torch.exp(x * 2)
-
-    layers = torch.nn.ModuleList([Other()])
-    with OffloadSession(layers, min_bytes=0) as session, session.step():
-        run_layers(layers)
-    assert {row.name for row in session.records[-1].slots} == {"layer0/other"}
+def test_a_storage_that_comes_to_be_where_a_named_one_was_does_not_have_its_name() -> None:
+    others, visit, later = OtherSlots(), SimpleNamespace(entries=[]), []
+    for _ in range(100):
+        others.name("grouped_mlp", [(SlotName.ACT_INPUT, torch.ones(8), False)])
+        later.append(torch.ones(8))
+        assert others.entry_of(later[-1], visit).slot is SlotName.OTHER  # type: ignore[arg-type]
+    kept = torch.ones(8)
+    others.name("grouped_mlp", [(SlotName.ACT_INPUT, kept, False)])
+    assert others.entry_of(kept.view(2, 4), visit).slot is SlotName.ACT_INPUT  # type: ignore[arg-type]
 
 
 # Bad input ---------------------------------------------------------------------------------------------------------------
