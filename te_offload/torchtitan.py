@@ -50,7 +50,8 @@ class GroupedExperts(FusedGroupedExperts):
 
     Parameters are ``w13`` (E, F, 2, D), gate and up side by side, and ``w2_EDF`` (E, D, F); in checkpoints ``w1_EFD``,
     ``w3_EFD`` and ``w2_EDF``, as of the stock module. Under expert or tensor parallelism each rank has its shard. Slots are
-    named ``inner_experts.mlp.0.fc1_input``, ``...1.act_input`` and ``...2.fc2_input``, inside a layer.
+    named ``inner_experts.mlp.0.fc1_input``, ``...1.act_input`` and ``...2.fc2_input``, inside a layer; of a layer that is
+    compiled whole ``grouped_mlp.fc1_input`` and ``grouped_mlp.act_input``, and it computes in bf16.
     """
 
     @dataclass(kw_only=True, slots=True)

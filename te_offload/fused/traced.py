@@ -30,7 +30,9 @@ from te_offload.ops import te_adapter
 from te_offload.slots import TENSORS_OP, SlotName, StorageObserver
 
 _HOW = "str gate, float[] numbers, int interleave"
-_FORWARD, _FC2, _FC1 = (f"te_offload::grouped_mlp{part}" for part in ("", "_fc2_backward", "_fc1_backward"))
+_FORWARD, _FC1_AGAIN, _FC2, _FC1 = (
+    f"te_offload::grouped_mlp{part}" for part in ("", "_fc1_again", "_fc2_backward", "_fc1_backward")
+)
 _DEVICES = ("cpu", "cuda")
 _GATES = {gate.value: gate for gate in Gate}
 _NUMBERS = {
@@ -55,7 +57,7 @@ torch.library.define(
     _FC1,
     f"(Tensor dact_input, Tensor? x, Tensor w1, Tensor offsets, Tensor(a!) work, {_HOW}, bool wgrad) -> (Tensor, Tensor)",
 )
-torch.library.define(f"{_FORWARD}_fc1_again", f"(Tensor x, Tensor w1, Tensor offsets, {_HOW}) -> Tensor")
+torch.library.define(_FC1_AGAIN, f"(Tensor x, Tensor w1, Tensor offsets, {_HOW}) -> Tensor")
 
 
 def activation_of(gate: str, numbers: Sequence[float], interleave: int) -> Activation:
@@ -158,7 +160,6 @@ def _name_slots(slots: dict[SlotName, torch.Tensor], stays: Sequence[str]) -> No
         observer.name_storages(TENSORS_OP, [(name, tensor, name.value in stays) for name, tensor in slots.items()])
 
 
-@torch.library.impl(_FORWARD, _DEVICES)
 def _forward(
     x: torch.Tensor,
     w1: torch.Tensor,
@@ -197,7 +198,6 @@ def _forward(
     return y, offsets, act_input
 
 
-@torch.library.impl(f"{_FORWARD}_fc1_again", _DEVICES)
 def _fc1_again(
     x: torch.Tensor, w1: torch.Tensor, offsets: torch.Tensor, gate: str, numbers: Sequence[float], interleave: int
 ) -> torch.Tensor:
@@ -208,7 +208,6 @@ def _fc1_again(
     return act_input
 
 
-@torch.library.impl(_FC2, _DEVICES)
 def _fc2_backward(
     dy: torch.Tensor,
     w2: torch.Tensor,
@@ -236,7 +235,6 @@ def _fc2_backward(
     return dact_input, dw2, dscales, work
 
 
-@torch.library.impl(_FC1, _DEVICES)
 def _fc1_backward(
     dact_input: torch.Tensor,
     x: torch.Tensor | None,
@@ -289,10 +287,14 @@ def _fake_fc1_backward(dact_input: Any, x: Any, w1: Any, *how: Any) -> Any:
     return dact_input.new_empty(dact_input.shape[0], w1.shape[2]), dw1
 
 
-torch.library.register_fake(_FORWARD, _fake_forward)
-torch.library.register_fake(f"{_FORWARD}_fc1_again", _fake_fc1_again)
-torch.library.register_fake(_FC2, _fake_fc2_backward)
-torch.library.register_fake(_FC1, _fake_fc1_backward)
+for _op, _computes, _says in (
+    (_FORWARD, _forward, _fake_forward),
+    (_FC1_AGAIN, _fc1_again, _fake_fc1_again),
+    (_FC2, _fc2_backward, _fake_fc2_backward),
+    (_FC1, _fc1_backward, _fake_fc1_backward),
+):
+    torch.library.impl(_op, _DEVICES, _computes)
+    torch.library.register_fake(_op, _says)
 
 # For autograd ------------------------------------------------------------------------------------------------------------
 
