@@ -19,7 +19,7 @@ from transformer_engine.common import recipe as te_recipe
 
 from te_offload import ops
 from te_offload.errors import CaptureError, UnsupportedError, UnsupportedReleaseError
-from te_offload.fused import Window, blackwell, hopper
+from te_offload.fused import Window, blackwell, hopper_choice
 from te_offload.graphs.collectives import conflict
 from te_offload.graphs.layers.virtual import CudaVirtualMemory
 from te_offload.offload import cuda_queue
@@ -134,7 +134,7 @@ def _fused_findings() -> Iterator[Finding]:
     support = blackwell.explain(window, te_recipe.MXFP8BlockScaling(fp8_format=te_recipe.Format.E4M3))
     detail = support.reason or "Transformer Engine's kernels, with slots"
     yield Finding("Blackwell fused grouped MLP", support.ok, detail)
-    support = hopper.explain(window)
+    support = hopper_choice.explain(window)
     yield Finding("Hopper fused grouped MLP", support.ok, support.reason or "te_offload's kernels, through QuACK")
 
 

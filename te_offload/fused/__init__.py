@@ -10,7 +10,7 @@ from typing import Any
 import transformer_engine.pytorch as te
 
 from te_offload.errors import ArgumentTypeError
-from te_offload.fused import blackwell, hopper
+from te_offload.fused import blackwell, hopper_choice
 from te_offload.fused.calls import Fusion, fusions_in
 from te_offload.fused.support import Support
 from te_offload.fused.window import Window, find_windows, named_slot_owners
@@ -25,7 +25,7 @@ def explain(window: Window, recipe: Any = None) -> Support:
     Args:
         window: from `find_windows`. recipe: a Transformer Engine recipe; ``None``: no quantization.
     """
-    reason = hopper.reason_unfused(window, recipe)
+    reason = hopper_choice.reason_unfused(window, recipe)
     return Support(not reason, reason)
 
 
@@ -48,8 +48,8 @@ def fuse(sequential: te.ops.Sequential, recipe: Any = None) -> list[Support]:
     for window in found:
         window.ask_for()
     te_adapter.forget_fusions(sequential)
-    return [hopper.explain(window, recipe) for window in found]
+    return [hopper_choice.explain(window, recipe) for window in found]
 
 
 blackwell.register()
-hopper.register()
+hopper_choice.register()

@@ -1,7 +1,7 @@
 """Whether the fused op's kernels take one call, and if not, why.
 
 In: the three ops, and the inputs of a call. Out: a `Judged` value. Keeps true: nothing that is on a GPU is read; what is
-said of a call holds until its forward is over. Does not: know structure (`hopper.explain` does), or run anything.
+said of a call holds until its forward is over. Does not: know structure (`hopper_choice.explain` does), or run anything.
 """
 
 from __future__ import annotations

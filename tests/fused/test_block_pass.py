@@ -23,7 +23,7 @@ from transformer_engine.pytorch.tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.storage import float8_blockwise_tensor_storage as te_blockwise_storage
 
 from te_offload import Fate, OffloadSession, SlotName
-from te_offload.fused import find_windows, hopper, machine, quantized
+from te_offload.fused import find_windows, hopper, hopper_choice, machine, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference_blocks import ReferenceBlockKernels
@@ -266,9 +266,9 @@ def test_hopper_has_no_kernels_for_formats_of_blackwell(monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
     monkeypatch.setattr(machine, "broken_package", lambda **_: None)
     (window,) = find_windows(list(mlp()))
-    support = hopper.explain(window, RECIPES[recipe])
+    support = hopper_choice.explain(window, RECIPES[recipe])
     assert not support.ok and "Hopper has no tensor cores for" in str(support.reason)
-    assert hopper.explain(window, RECIPES["fp8-block"]).ok
+    assert hopper_choice.explain(window, RECIPES["fp8-block"]).ok
 
 
 @EVERY
@@ -387,8 +387,8 @@ def test_weights_of_another_format_are_a_reason(place: int) -> None:
 
 def test_columns_that_a_format_cannot_hold_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (window,) = find_windows(list(make_mlp(experts=EXPERTS, hidden=48, ffn=FFN)))
-    assert hopper.explain(window, RECIPES["fp8-block"]).ok
-    assert "FC1 is 48 x 256; MXFP8 takes multiples of 32" in str(hopper.explain(window, RECIPES["mxfp8"]).reason)
+    assert hopper_choice.explain(window, RECIPES["fp8-block"]).ok
+    assert "FC1 is 48 x 256; MXFP8 takes multiples of 32" in str(hopper_choice.explain(window, RECIPES["mxfp8"]).reason)
 
 
 def test_quantized_weights_are_let_go_of_as_soon_as_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
 from te_offload import Fate, OffloadSession, SlotName
 from te_offload.errors import ArgumentError
-from te_offload.fused import find_windows, hopper
+from te_offload.fused import find_windows, hopper, hopper_choice
 from te_offload.fused.calls import calls_of
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.fp8_interface import QuantizedWeights
@@ -395,7 +395,7 @@ def test_no_tokens_give_zero_gradients_of_weights() -> None:
 def test_what_it_does_not_take_is_said(recipe: Any, sizes: dict[str, int], reason: str) -> None:
     module = make_mlp(**({"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN, "dtype": torch.bfloat16} | sizes))  # type: ignore[arg-type]
     (window,) = find_windows(list(module))
-    support = hopper.explain(window, recipe)
+    support = hopper_choice.explain(window, recipe)
     assert not support.ok and reason in support.reason
 
 

@@ -15,7 +15,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
 
 from te_offload import OffloadSession, ops
-from te_offload.fused import Fusion, Support, blackwell, find_windows, hopper, machine, quantized
+from te_offload.fused import Fusion, Support, blackwell, find_windows, hopper, hopper_choice, machine, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.kernels.interface import Gate, Gated, SquaredReLU
 from te_offload.ops.scaling import BlockFormat
@@ -37,11 +37,11 @@ def mlp(**options: Any) -> te.ops.Sequential:
 def test_switch_keeps_windows_unfused_and_is_on_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     window = next(find_windows(list(mlp())))
     monkeypatch.setenv(hopper.SWITCH, "0")
-    assert hopper.explain(window).reason == "TE_OFFLOAD_FUSED_MLP is 0"
+    assert hopper_choice.explain(window).reason == "TE_OFFLOAD_FUSED_MLP is 0"
     monkeypatch.delenv(hopper.SWITCH)
     monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
     monkeypatch.setattr(machine, "broken_package", lambda **_: None)
-    assert hopper.explain(window).ok
+    assert hopper_choice.explain(window).ok
 
 
 def gated_window(columns: int, interleave: int | None = None) -> Any:
@@ -55,18 +55,18 @@ def test_gated_activations_are_taken_where_kernels_can_tell_their_halves_and_tor
 ) -> None:
     of_tensors, by_blocks = te_recipe.Float8CurrentScaling(), te_recipe.Float8BlockScaling()
     for recipe in (None, of_tensors, by_blocks):
-        assert hopper.explain(gated_window(256, 64), recipe).ok
+        assert hopper_choice.explain(gated_window(256, 64), recipe).ok
     monkeypatch.setenv(hopper.SWITCH, "1")
     monkeypatch.setattr(machine, "reason_against", lambda *_, **__: None)
     monkeypatch.setattr(machine, "broken_package", lambda **_: None)
     for recipe in (None, of_tensors, by_blocks):
-        assert hopper.explain(gated_window(256), recipe).ok and hopper.explain(gated_window(192, 16), recipe).ok
-        reason = str(hopper.explain(gated_window(256, 64), recipe).reason)
+        assert all(hopper_choice.explain(window, recipe).ok for window in (gated_window(256), gated_window(192, 16)))
+        reason = str(hopper_choice.explain(gated_window(256, 64), recipe).reason)
         assert "glu_interleave_size=64, which does not divide 32" in reason
-        assert all(hopper.explain(gated_window(192, interleave), recipe).ok for interleave in (1, 2, 4, 8, 32))
+        assert all(hopper_choice.explain(gated_window(192, interleave), recipe).ok for interleave in (1, 2, 4, 8, 32))
     narrow = gated_window(192)
-    assert hopper.explain(narrow).ok and hopper.explain(narrow, of_tensors).ok
-    reason = str(hopper.explain(narrow, by_blocks).reason)
+    assert hopper_choice.explain(narrow).ok and hopper_choice.explain(narrow, of_tensors).ok
+    reason = str(hopper_choice.explain(narrow, by_blocks).reason)
     assert "FC1 gives 192 columns to ScaledSwiGLU, which are not a multiple of 128" in reason
 
 
@@ -91,10 +91,10 @@ def test_window_that_blackwells_op_takes_has_no_reason_against_it(monkeypatch: p
     """Our fusion function is asked first, and must not say that nobody takes what the next one does."""
     module = mlp(activation="swiglu")
     monkeypatch.setattr(blackwell, "explain", lambda window, recipe: Support(True))
-    hopper.fuse_windows(list(module))
+    hopper_choice.fuse_windows(list(module))
     assert calls_of(module[0]).reason == ""
     monkeypatch.undo()
-    hopper.fuse_windows(list(module))
+    hopper_choice.fuse_windows(list(module))
     assert "Blackwell: " in calls_of(module[0]).reason
 
 
@@ -130,7 +130,7 @@ def test_machine_without_kernels_says_what_it_lacks(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(machine, "_import_error", lambda module: None)
-    support = hopper.explain(next(find_windows(list(mlp()))))
+    support = hopper_choice.explain(next(find_windows(list(mlp()))))
     assert support.ok == (not reason) and reason in support.reason
 
 
@@ -174,7 +174,7 @@ def test_kernels_of_another_version_are_used_only_if_told_to(
     monkeypatch.setattr(machine, "_import_error", lambda module: None)
     versions = {name: tested for name, _, tested in machine.KERNEL_PACKAGES} | {"quack-kernels": found}
     monkeypatch.setattr(machine, "_installed", versions.get)
-    support = hopper.explain(next(find_windows(list(mlp()))))
+    support = hopper_choice.explain(next(find_windows(list(mlp()))))
     assert support.ok == (not reason) and support.reason == reason
 
 
@@ -189,7 +189,7 @@ def test_kernels_whose_package_is_there_but_broken_leave_windows_unfused_with_it
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(machine, "KERNEL_PACKAGES", (("nvidia-cutlass-dsl", "broken_cutlass", "4.8.1"),))
     module = mlp()
-    hopper.fuse_windows(list(module))
+    hopper_choice.fuse_windows(list(module))
     broken = "nvidia-cutlass-dsl is installed, but cannot be imported: RuntimeError: No CTK flavor installed"
     assert f"Hopper: {broken}" in calls_of(module[0]).reason
 
@@ -214,7 +214,7 @@ def test_kernels_are_imported_only_for_windows_that_are_taken(monkeypatch: pytes
         module = te.ops.Sequential(fc1, te.ops.ScaledSReLU(), fc2)
     else:
         module = te.ops.Sequential(*gated_window(256, 64).ops) if kind == "wide blocks" else mlp()
-    fused = hopper.fuse_windows(list(module))
+    fused = hopper_choice.fuse_windows(list(module))
     assert bool(asked) == (kind == "taken") == (len(fused) == 1)
 
 

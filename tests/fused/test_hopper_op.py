@@ -15,7 +15,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
 from te_offload import Fate, OffloadSession, Reason, ops
 from te_offload.errors import ArgumentError, ArgumentTypeError
-from te_offload.fused import find_windows, fuse, hopper
+from te_offload.fused import find_windows, fuse, hopper, hopper_choice
 from te_offload.fused.hopper import HopperGroupedMLP
 from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.offload.saved import Saved
@@ -387,15 +387,15 @@ def test_router_scales_of_another_shape_are_an_error() -> None:
 def test_window_that_is_not_taken_says_why(options: dict[str, Any], reason: str) -> None:
     module = mlp(**options)
     window = next(find_windows(list(module)))
-    assert reason in hopper.explain(window).reason
-    assert hopper.fuse_windows(list(module)) == list(module)
+    assert reason in hopper_choice.explain(window).reason
+    assert hopper_choice.fuse_windows(list(module)) == list(module)
 
 
 def test_gated_window_whose_linears_do_not_fit_is_not_taken() -> None:
     linear: dict[str, Any] = {"bias": False, "device": "cpu", "dtype": torch.float32}
     fc1, fc2 = (ops.GroupedLinear(len(SPLITS), *size, **linear) for size in ((16, 64), (64, 16)))
     window = next(find_windows([fc1, ops.ScaledSwiGLU(), fc2]))
-    assert hopper.explain(window).reason.endswith("64 columns, FC2 takes 4 experts of 64 for twice as many")
+    assert hopper_choice.explain(window).reason.endswith("64 columns, FC2 takes 4 experts of 64 for twice as many")
 
 
 def test_plain_te_ops_are_fused_if_asked_for_and_give_the_same_bits() -> None:
@@ -432,5 +432,5 @@ def test_autocast_to_another_dtype_goes_op_by_op(monkeypatch: pytest.MonkeyPatch
 def test_window_of_plain_te_ops_is_left_alone() -> None:
     linear = {"bias": False, "device": "cpu", "dtype": torch.float32}
     plain = [te.ops.GroupedLinear(2, 16, 32, **linear), te.ops.ScaledSReLU(), te.ops.GroupedLinear(2, 32, 16, **linear)]
-    assert hopper.fuse_windows(plain) == plain
-    assert isinstance(hopper.fuse_windows([plain[0], ops.ScaledSReLU(), plain[2]])[0], HopperGroupedMLP)
+    assert hopper_choice.fuse_windows(plain) == plain
+    assert isinstance(hopper_choice.fuse_windows([plain[0], ops.ScaledSReLU(), plain[2]])[0], HopperGroupedMLP)

@@ -11,7 +11,7 @@ import transformer_engine.pytorch as te
 from torch.utils.checkpoint import checkpoint
 
 from te_offload import OffloadSession
-from te_offload.fused import fusions_in, hopper
+from te_offload.fused import fusions_in, hopper, hopper_choice
 from te_offload.fused.stand_ins import StandIns
 from te_offload.ops import te_adapter
 from te_offload.ops.te_adapter import pipeline
@@ -183,7 +183,7 @@ def test_plain_op_is_told_as_transformer_engine_does(monkeypatch: pytest.MonkeyP
     plain = te.ops.GroupedLinear(*size, bias=False, device="meta")
     module, told = te.ops.Sequential(ours[0], ours[1], plain), []
     monkeypatch.setattr(plain, "pre_fuser_forward", lambda *, requires_grad: told.append(requires_grad))
-    (op,) = hopper.fuse_windows(list(module))
+    (op,) = hopper_choice.fuse_windows(list(module))
     op.begin_call()
     assert told == [True]
 
