@@ -85,8 +85,8 @@ def _kernels_of(activation: Activation, switch: str | None, *, reference: bool) 
         UnsupportedError: they do not run here.
     """
     if not reference:
-        reason = f"{SWITCH} is {switch}" if switch == "0" else machine.reason_against(SWITCH, quantizes=False)
-        reason = reason or machine.broken_package(quantizes=False)
+        reason = f"{SWITCH} is {switch}" if switch not in (None, "1") else None
+        reason = reason or machine.reason_against(SWITCH, quantizes=False) or machine.broken_package(quantizes=False)
         if isinstance(activation, Gated):
             reason = reason or activations.reason_of_blocks(activation.interleave)
         if reason is not None:
