@@ -3,7 +3,7 @@
 In: torchtitan's config of its `GroupedExperts`. Out: a module in its place. Keeps true: parameters, how they are filled,
 sharded and named in checkpoints are those of torchtitan's own `FusedGroupedExperts`, whose class this is; a weight in bf16
 is read where it lies; what the fused op does not take, torchtitan's code computes in bf16, and a warning says why, or an
-error where a recipe was asked for. Does not: compile with torch.compile, or keep weights in FP8.
+error where a recipe was asked for. Does not: quantize where torch.compile traces it, or keep weights in FP8.
 """
 
 from __future__ import annotations

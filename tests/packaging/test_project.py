@@ -115,6 +115,20 @@ def test_no_file_names_a_registry_host_or_a_machine_path() -> None:
             assert found is None, f"{path.relative_to(ROOT)}: {found and found[0]}"
 
 
+def test_every_log_that_a_page_refers_to_is_there_with_the_parts_that_it_names() -> None:
+    reference = re.compile(r"\]\(([^)\s]+\.log)\)(?:, parts? (\d+)(?: (?:and|to) (\d+))?)?")
+    found = 0
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for log, *parts in reference.findall(page.read_text()):
+            text = (page.parent / log).read_text()
+            assert text.strip(), f"{page.name} refers to {log}, which is empty"
+            for part in filter(None, parts):
+                found += 1
+                known = re.search(rf"(?mi)\bpart {part}\b|^(?:#|==) {part}\.", text)
+                assert known, f"{page.name} refers to part {part} of {log}, which has none"
+    assert found > 10
+
+
 @needs_checkout
 def test_no_lock_file_is_tracked() -> None:
     assert not [path for path in tracked() if path.name in ("uv.lock", "poetry.lock", "pdm.lock")]

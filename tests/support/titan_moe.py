@@ -140,8 +140,8 @@ def step(layer: Any, x: torch.Tensor, grad: torch.Tensor) -> dict[str, torch.Ten
 
 
 def beside_linears(experts: Any, recipe: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Outputs and gradients of linears of te_offload's own with these weights under a recipe, and of these experts. Rows:
-    in bf16, of ragged experts, one of them empty.
+    """Outputs and gradients of linears of te_offload's own with these weights under a recipe, and of these experts as they
+    are. Rows: in bf16, of ragged experts, one of them empty.
     """
     mlp = make_mlp(
         experts=EXPERTS,
@@ -155,7 +155,8 @@ def beside_linears(experts: Any, recipe: Any) -> tuple[dict[str, torch.Tensor], 
     generator = torch.Generator().manual_seed(0)
     size = int(counts.sum()), DIM
     x, grad = (torch.randn(size, generator=generator).to(counts.device, torch.bfloat16) for _ in range(2))
-    scales, found = torch.ones(size[0], device=counts.device), []
+    scales = torch.ones(size[0], device=counts.device)
+    found: list[dict[str, torch.Tensor]] = []
     with torch.no_grad():
         for number in range(EXPERTS):
             mlp[0].get_parameter(f"weight{number}").copy_(experts.w13[number].flatten(0, 1))
@@ -163,7 +164,7 @@ def beside_linears(experts: Any, recipe: Any) -> tuple[dict[str, torch.Tensor], 
     ways: list[Any] = [lambda x: mlp(x, counts, scales, counts), lambda x: experts(x, counts)]
     for call in ways:
         x = x.detach().requires_grad_()
-        with te.autocast(enabled=True, recipe=recipe):
+        with te.autocast(enabled=not found, recipe=recipe):  # of the linears
             y = call(x)
         y.backward(grad)
         assert x.grad is not None
