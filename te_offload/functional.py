@@ -1,8 +1,8 @@
 """The fused grouped MLP as a function, for models that torch.compile traces whole.
 
 In: rows of one expert after the other, all experts' weights of a linear as one tensor, split sizes. Out: rows. Keeps true:
-as `fused.traced`, whose op it calls; eager calls have the same bits. Does not: anything else; dynamo.py leaves it to be
-traced.
+as `fused.traced` and `fused.traced_quantized`, whose ops it calls; eager calls have the same bits. Does not: anything else;
+dynamo.py leaves it to be traced.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 
 from te_offload.errors import ArgumentError
 from te_offload.fused import traced as _traced  # noqa: F401  registers the op
+from te_offload.fused import traced_quantized as _traced_quantized  # noqa: F401  as this does
+from te_offload.fused.quantized import RECIPES as RECIPES
 
 SLOTS = ("fc1_input", "act_input", "fc2_input")
 
@@ -29,6 +31,7 @@ def grouped_mlp(
     interleave: int = 0,
     recompute_act_input: bool = False,
     no_offload_activation: Collection[str] = (),
+    recipe: str | None = None,
 ) -> torch.Tensor:
     """``act(x_i @ w1_i.T) * scale @ w2_i.T`` for each expert i of N; differentiable once.
 
@@ -46,21 +49,29 @@ def grouped_mlp(
         recompute_act_input: the backward computes FC1 once more, from x, instead of keeping the activation's input.
         no_offload_activation: slots that a session keeps on the GPU, of `SLOTS`. They are ``layer/grouped_mlp.fc1_input``
             and ``layer/grouped_mlp.act_input`` there; FC2's input is never saved.
+        recipe: of Transformer Engine's, by a name of `RECIPES`: ``"fp8"`` (current scaling: a scale an expert) or
+            ``"fp8-block"``, as these classes are by default. Weights stay in x's dtype; each forward quantizes them, and
+            the backward again, so that nothing of them is kept. ``None``: nothing is quantized.
 
     Returns:
         (T, H).
 
     Raises:
-        ArgumentError: shapes, dtypes, devices or numbers that do not fit, a gate or a slot of another name; weights where
-            TMA cannot reach them.
-        UnsupportedError: inside of te.autocast; on a GPU, the kernels do not run here, with the reason.
+        ArgumentError: shapes, dtypes, devices or numbers that do not fit, a gate, a slot or a recipe of another name;
+            weights where TMA cannot reach them.
+        UnsupportedError: inside of te.autocast without a recipe of its own; on a GPU, the kernels do not run here, with the
+            reason.
     """
     stays = [no_offload_activation] if isinstance(no_offload_activation, str) else list(no_offload_activation)
     for name in stays:
         if name not in SLOTS:
             raise ArgumentError(f"grouped_mlp: no_offload_activation has {name}, but slots are {', '.join(SLOTS)}.")
     saves = not recompute_act_input and torch.is_grad_enabled()
-    y: torch.Tensor = torch.ops.te_offload.grouped_mlp(
-        x, w1, w2, split_sizes, scales, gate, numbers, interleave, saves, stays
-    )[0]
+    given = x, w1, w2, split_sizes, scales, gate, numbers, interleave
+    ops = torch.ops.te_offload
+    y: torch.Tensor
+    if recipe is None:
+        y = ops.grouped_mlp(*given, saves, stays)[0]
+    else:
+        y = ops.grouped_mlp_quantized(*given, recipe, saves, w1.requires_grad, stays)[0]
     return y

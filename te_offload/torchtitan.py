@@ -3,7 +3,8 @@
 In: torchtitan's config of its `GroupedExperts`. Out: a module in its place. Keeps true: parameters, how they are filled,
 sharded and named in checkpoints are those of torchtitan's own `FusedGroupedExperts`, whose class this is; a weight in bf16
 is read where it lies; what the fused op does not take, torchtitan's code computes in bf16, and a warning says why, or an
-error where a recipe was asked for. Does not: quantize where torch.compile traces it, or keep weights in FP8.
+error where a recipe was asked for. Does not: keep weights in FP8, or scale with delay: that has state, of which
+torchtitan's checkpoints do not know.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
-from transformer_engine.common import recipe as te_recipe
 
 from te_offload import ops
 from te_offload.errors import ArgumentError, NotInstalledError, UnsupportedError
+from te_offload.functional import RECIPES as RECIPES
 from te_offload.functional import SLOTS, grouped_mlp
 from te_offload.fused import explain, find_windows, hopper
 from te_offload.fused.calls import calls_of
@@ -37,11 +38,6 @@ except ImportError as error:
         f"te_offload.torchtitan is for torchtitan 0.3.0, which cannot be imported here: {error}."
     ) from error
 
-RECIPES: dict[str, type[te_recipe.Recipe]] = {
-    "fp8": te_recipe.Float8CurrentScaling,
-    "fp8-block": te_recipe.Float8BlockScaling,
-}
-"""By names that ``te-offload demo`` has too. Delayed scaling has state, of which torchtitan's checkpoints do not know."""
 _MLP = "mlp"
 
 
@@ -51,7 +47,7 @@ class GroupedExperts(FusedGroupedExperts):
     Parameters are ``w13`` (E, F, 2, D), gate and up side by side, and ``w2_EDF`` (E, D, F); in checkpoints ``w1_EFD``,
     ``w3_EFD`` and ``w2_EDF``, as of the stock module. Under expert or tensor parallelism each rank has its shard. Slots are
     named ``inner_experts.mlp.0.fc1_input``, ``...1.act_input`` and ``...2.fc2_input``, inside a layer; of a layer that is
-    compiled whole ``grouped_mlp.fc1_input`` and ``grouped_mlp.act_input``, and it computes in bf16.
+    compiled whole ``grouped_mlp.fc1_input`` and ``grouped_mlp.act_input``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -62,9 +58,9 @@ class GroupedExperts(FusedGroupedExperts):
             no_offload_activation: slots that stay on the GPU, of `SLOTS`.
             recompute_act_input: as of `te_offload.ops.ScaledSwiGLU`.
             recipe: in which the experts compute, of `RECIPES`; ``None``: that of a ``te.autocast`` around the model, else
-                bf16.
+                bf16; in what is compiled bf16, and an error in an autocast.
             keep_quantized_weight: as of `te_offload.ops.GroupedLinear`; by default the backward makes again what it reads
-                of quantized weights, so that what FSDP2 frees after the forward has no copy.
+                of quantized weights, so that what FSDP2 frees after the forward has no copy; what is compiled always does.
         """
 
         no_offload_activation: tuple[str, ...] = ()
@@ -100,6 +96,7 @@ class GroupedExperts(FusedGroupedExperts):
             "interleave": 1,
             "recompute_act_input": config.recompute_act_input,
             "no_offload_activation": config.no_offload_activation,
+            "recipe": config.recipe,
         }
         self._recipe = None if config.recipe is None else RECIPES[config.recipe]()
         self._asked: Any = None  # of what the answer is
@@ -135,15 +132,10 @@ class GroupedExperts(FusedGroupedExperts):
                 with contextlib.nullcontext() if self._recipe is None else te.autocast(recipe=self._recipe):
                     y: torch.Tensor = pipeline(x, splits, scales, splits)
                 return y.type_as(x_RD)
+            self._raise_of(reason, pipeline)
         finally:
             fc1.take_back()
             fc2.take_back()
-        if self._recipe is not None:
-            raise UnsupportedError(
-                f"GroupedExperts: under {type(self._recipe).__name__}, as was asked for, the fused grouped MLP does not "
-                f"take {fc1.num_groups} experts of {fc2.out_features} x {fc2.in_features}: {reason}. Without recipe= they "
-                "compute in bf16."
-            )
         calls_of(fc1).reason = reason  # for a session's report
         self._warn_of(reason)
         theirs: torch.Tensor = super().forward(x_RD, num_tokens_per_expert_E)
@@ -154,20 +146,18 @@ class GroupedExperts(FusedGroupedExperts):
         """Why torch.compile does not get the fused op to see; ``None``: it does. Asked where it traces.
 
         Raises:
-            UnsupportedError: under the recipe that was asked for there is none to see.
+            UnsupportedError: of the fused op, under the recipe that was asked for.
         """
-        if self._recipe is not None:
-            raise UnsupportedError(
-                f"GroupedExperts: under {type(self._recipe).__name__}, as was asked for, these experts are not for blocks "
-                "that are compiled (compile.enable, with the component model). Without recipe= they compute in bf16."
-            )
         pipeline: Any = inside.held(self, _MLP)
         w13, w2 = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.w13, self.w2_EDF))
         pipeline[0].give(w13.detach().flatten(1, 2))
         pipeline[2].give(w2.detach().contiguous())
-        reason = self._reason_against(pipeline, None)
-        for place in (0, 2):
-            pipeline[place].take_back()
+        reason = self._reason_against(pipeline, self._recipe)
+        try:
+            self._raise_of(reason, pipeline)
+        finally:
+            for place in (0, 2):
+                pipeline[place].take_back()
         if reason is not None:
             self._warn_of(reason)
         return reason
@@ -179,6 +169,16 @@ class GroupedExperts(FusedGroupedExperts):
         splits = num_tokens_per_expert_E.to(x_RD.device, torch.int64)
         y = grouped_mlp(x_RD.bfloat16(), *weights, splits, **self._settings)
         return y.type_as(x_RD)
+
+    def _raise_of(self, reason: str | None, pipeline: Any) -> None:
+        """Where a recipe was asked for."""
+        if self._recipe is not None and reason is not None:
+            fc1, _, fc2 = pipeline
+            raise UnsupportedError(
+                f"GroupedExperts: under {type(self._recipe).__name__}, as was asked for, the fused grouped MLP does not "
+                f"take {fc1.num_groups} experts of {fc2.out_features} x {fc2.in_features}: {reason}. Without recipe= they "
+                "compute in bf16."
+            )
 
     def _warn_of(self, reason: str) -> None:
         """Once."""

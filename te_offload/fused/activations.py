@@ -62,7 +62,11 @@ def reason_quantized(op: Any, columns: int, *, by_blocks: bool) -> str | None:
     """Why Hopper's kernels for FP8 do not take an activation of so many columns; ``None`` if they do."""
     if not is_gated(op):
         return None
-    if by_blocks and not op.glu_interleave_size and columns % (2 * _HALF_TILE):
-        name = type(op).__name__
-        return f"FC1 gives {columns} columns to {name}, which are not a multiple of {2 * _HALF_TILE}, as it takes by blocks"
-    return None
+    return reason_of_halves(type(op).__name__, op.glu_interleave_size or 0, columns) if by_blocks else None
+
+
+def reason_of_halves(name: str, interleave: int, columns: int) -> str | None:
+    """Why those for FP8 by blocks do not take a gated activation of so many columns; ``None`` if they do."""
+    if interleave or columns % (2 * _HALF_TILE) == 0:
+        return None
+    return f"FC1 gives {columns} columns to {name}, which are not a multiple of {2 * _HALF_TILE}, as it takes by blocks"

@@ -1,9 +1,9 @@
 """One forward and backward of the fused grouped MLP in FP8, in the order in which things are quantized and multiplied.
 
-In: kernels, the two linears inside ``te.autocast``, offsets, dense tensors. Out: dense tensors; FP8 rows to save. Keeps
-true: each tensor is quantized once for forward and backward, but for weights whose op keeps no quantized copy: the dgrad's
-is made by the dgrad; the scale of what is made again is the forward's; no activation is kept here. Does not: save, offload,
-or know of autograd.
+In: kernels, weights and scalings of two linears, offsets, dense tensors. Out: dense tensors; FP8 rows to save. Keeps true:
+each tensor is quantized once for forward and backward, but for weights of which no quantized copy is kept: the dgrad's is
+made by the dgrad; the scale of what is made again is the forward's; no activation is kept here; where no weights are, what
+the backward needs besides are the tensors of `Kept`. Does not: save, offload, or know of ops or autograd.
 
 Transformer Engine sums up in FP8's accumulators in the forward, and in float32 in the backward (`_2X_ACC_FPROP` and others
 of transformer_engine/pytorch/module/base.py); so does this.
@@ -14,17 +14,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from te_offload.fused import parameters
 from te_offload.fused.kernels.fp8_interface import Fp8Kernels, QuantizedRows, QuantizedWeights
 from te_offload.fused.kernels.interface import Counts, Orders, TileCount
+from te_offload.fused.parameters import LinearWeights
 from te_offload.ops import te_adapter
 from te_offload.ops.scaling import LinearScaling, Scaling
 
-Registered = list[torch.nn.Parameter]  # weights of a linear, as its forward found them
 Beside = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Small tensors of integers that are saved with FC1's input, in the place of a linear's metadata."""
 FC1, FC2 = "FC1's weights", "FC2's weights"  # names of sets of weights
@@ -47,26 +46,52 @@ def scaling_of(op: Any) -> LinearScaling | str:
     return te_adapter.fp8_recipe_reason(te_adapter.active_recipe()) or te_adapter.fp8_scaling(op)
 
 
+class Kept(NamedTuple):
+    """What a backward needs of a forward that keeps no quantized weights, but for rows: tensors of N numbers each.
+
+    Attributes:
+        x: inverse scales of FC1's input. hidden_scales, hidden: of FC2's, of each row (T,), and inverse.
+        weights1, known1, weights2, known2: inverse scales of weights, and what their numbers can be made from again.
+    """
+
+    x: torch.Tensor
+    hidden_scales: torch.Tensor
+    hidden: torch.Tensor
+    weights1: torch.Tensor
+    known1: torch.Tensor
+    weights2: torch.Tensor
+    known2: torch.Tensor
+
+
+class Halfway(NamedTuple):
+    """What FC1's half of a backward needs of FC2's, but for the gradient by the activation's input.
+
+    Attributes:
+        orders: of products. magnitudes: of that gradient, (T, parts) float32; ``None``: nothing reads them.
+    """
+
+    orders: Orders
+    magnitudes: torch.Tensor | None = None
+
+
 class Fp8Pass:
     """See the module.
 
     Args:
-        kernels: of one device. fc1, fc2: the linears. scalings: theirs, from `scaling_of`.
-        offsets: of FC1's rows, and of FC2's. counts: of the forward's products. router: scales (T,).
-        weights: `parameters.weight_parameters` of both linears. backward: whether one will follow. again: whether it will
-            begin with `fc1_again`.
+        kernels: of one device. fc1, fc2: weights of the linears. scalings: theirs, from `scaling_of`.
+        offsets: of FC1's rows, and of FC2's. counts: of the forward's products. router: scales (T,); ``None``: no forward.
+        backward: whether one will follow. again: whether it will begin with `fc1_again`.
     """
 
     def __init__(
         self,
         kernels: Fp8Kernels,
-        fc1: Any,
-        fc2: Any,
+        fc1: LinearWeights,
+        fc2: LinearWeights,
         scalings: tuple[LinearScaling, LinearScaling],
         offsets: tuple[torch.Tensor, torch.Tensor],
         counts: Counts,
-        router: torch.Tensor,
-        weights: Sequence[list[torch.nn.Parameter]],
+        router: torch.Tensor | None,
         *,
         backward: bool,
         again: bool = False,
@@ -74,13 +99,12 @@ class Fp8Pass:
         self._kernels = kernels
         self._again = again
         self._fc1, self._fc2 = fc1, fc2
-        self._registered1, self._registered2 = weights
         self._offsets1, self._offsets2 = offsets
         self._counts = counts
-        self._router: torch.Tensor | None = router
+        self._router = router
         self._scaling1, self._scaling2 = scalings
         self._backward = backward
-        self._weights1 = _weights(kernels, FC1, fc1, self._registered1, self._scaling1.weight, backward=backward)
+        self._weights1: QuantizedWeights | None = None
         self._weights2: QuantizedWeights | None = None  # only when FC1 has read its own, which take as much memory
         self._x: QuantizedRows | None = None  # after the forward only its scales, as of the next
         self._hidden: QuantizedRows | None = None
@@ -92,9 +116,11 @@ class Fp8Pass:
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
-    def quantize_input(self, x: torch.Tensor, split_sizes: torch.Tensor) -> torch.Tensor:
-        """FP8 rows of FC1's input: what the backward needs of it."""
-        self._x = self._kernels.quantize(x, self._offsets1, self._scaling1.input, weights=self._weights1.inverses)
+    def quantize_input(self, x: torch.Tensor, *, wgrad: bool) -> torch.Tensor:
+        """FP8 rows of FC1's input: what the backward needs of it. ``wgrad``: FC1's weights take a gradient."""
+        weights = _weights(self._kernels, FC1, self._fc1, self._scaling1.weight, backward=self._backward)
+        self._weights1 = weights
+        self._x = self._kernels.quantize(x, self._offsets1, self._scaling1.input, weights=weights.inverses)
         assert self._x.rows is not None
         return self._x.rows
 
@@ -102,14 +128,14 @@ class Fp8Pass:
         """What the backward needs with those rows, saved with them, as integers: inverse scales, and for `fc1_again`
         factors and, of delayed scaling, FC1's weights' scales. A checkpoint's second forward has others than the first.
         """
-        assert self._x is not None
+        assert self._x is not None and self._weights1 is not None
         of_again = (self._x.factors, self._weights1.scales) if self._again else (None, None)
         one, two, three = (None if of is None else of.view(torch.int32) for of in (self._x.inverses, *of_again))
         return one, two, three
 
     def fc1(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
         """The activation's input, if the backward needs it from here."""
-        assert self._x is not None and self._router is not None
+        assert self._x is not None and self._router is not None and self._weights1 is not None
         kernels, stores = self._kernels, self._backward and not self._again
         if self._scaling2.input.given is not None and self._offsets2 is self._offsets1:
             weights = self._quantize_weights2()
@@ -147,14 +173,12 @@ class Fp8Pass:
         return act_input if stores else None
 
     def _quantize_weights2(self) -> QuantizedWeights:
-        self._weights2 = _weights(
-            self._kernels, FC2, self._fc2, self._registered2, self._scaling2.weight, backward=self._backward
-        )
+        self._weights2 = _weights(self._kernels, FC2, self._fc2, self._scaling2.weight, backward=self._backward)
         return self._weights2
 
     def _let_go_of_fc1(self) -> None:
         """Of what the forward alone reads."""
-        assert self._x is not None
+        assert self._x is not None and self._weights1 is not None
         self._x = self._x._replace(rows=None, factors=None)
         self._weights1 = self._weights1._replace(rows=None)
 
@@ -175,6 +199,34 @@ class Fp8Pass:
         self._router = None
         self._weights2 = self._weights2._replace(rows=None)
 
+    def kept(self) -> Kept:
+        """After the forward, what `resume` takes."""
+        assert self._x is not None and self._hidden is not None
+        of_weights = []
+        for weights in (self._weights1, self._weights2):
+            assert weights is not None and weights.columns is None
+            known = weights.magnitudes if weights.scales is None else weights.scales
+            assert known is not None
+            of_weights += [weights.inverses, known.clone()]  # it may be a part of what is larger
+        return Kept(self._x.inverses, self._hidden.scales, self._hidden.inverses, *of_weights)
+
+    def resume(self, kept: Kept, halfway: Halfway | None = None) -> None:
+        """Before a backward, or its second half, whose forward was another one of these."""
+        by_scales = kept.known1.dtype is torch.float32  # as of `QuantizedWeights`
+        known1, known2 = ((known, None) if by_scales else (None, known) for known in (kept.known1, kept.known2))
+        self._weights1 = QuantizedWeights(None, None, kept.weights1, *known1)
+        self._weights2 = QuantizedWeights(None, None, kept.weights2, *known2)
+        self._x = QuantizedRows(
+            None, None, kept.hidden_scales, kept.x, None
+        )  # of these scales only their number counts
+        self._hidden = QuantizedRows(None, None, kept.hidden_scales, kept.hidden, None)
+        if halfway is not None:
+            self._orders, self._magnitudes = halfway
+
+    def halfway(self) -> Halfway:
+        """After `fc2_wgrad`, for `resume`."""
+        return Halfway(self._orders, self._magnitudes)
+
     # Backward --------------------------------------------------------------------------------------------------------
 
     def fc1_again(
@@ -192,7 +244,7 @@ class Fp8Pass:
         rows, scaling = self._x._replace(rows=x, factors=factors), self._scaling1.weight
         if scaling.given is not None and scales is not None:  # by now others are given for the next step
             scaling = dataclasses.replace(scaling, given=scales, kept=torch.zeros_like(scales))
-        weights = _weights(self._kernels, FC1, self._fc1, self._registered1, scaling, backward=False)
+        weights = _weights(self._kernels, FC1, self._fc1, scaling, backward=False)
         ways: dict[str, Any] = {"fast": True, "count": count}
         return self._kernels.fc1_fp8(rows, weights, bias, router, self._offsets1, dtype, **ways)[0]
 
@@ -204,7 +256,7 @@ class Fp8Pass:
         kernels, offsets = self._kernels, self._offsets2
         scaling = self._scaling2.grad_output
         self._dy = kernels.quantize(dy, offsets, scaling, weights=self._weights2.inverses, by_column=wgrad)
-        weights = _turned(kernels, FC2, self._fc2, self._registered2, self._weights2, self._scaling2.weight)
+        weights = _turned(kernels, FC2, self._fc2, self._weights2, self._scaling2.weight)
         dact_input, magnitudes, dscales, self._orders = kernels.fc2_dgrad_fp8(
             self._dy, weights, act_input, router, offsets, fast=False
         )
@@ -229,13 +281,13 @@ class Fp8Pass:
     def for_later(self) -> Fp8Pass:
         """What `fc2_wgrad` needs, for a call that comes after this backward."""
         later = copy.copy(self)
-        later._weights1, later._magnitudes, later._x = self._weights1._replace(columns=None), None, None
+        later._weights1 = later._magnitudes = later._x = None
         return later
 
     def fc1_dgrad(self, dact_input: torch.Tensor, out: torch.Tensor, *, wgrad: bool) -> None:
         """The gradient by the input. ``wgrad``: `fc1_wgrad` follows."""
         kernels, offsets = self._kernels, self._offsets1
-        assert self._magnitudes is not None
+        assert self._magnitudes is not None and self._weights1 is not None
         self._rebuilt = self._dy = None
         self._dy = kernels.quantize_dact(
             dact_input,
@@ -246,7 +298,7 @@ class Fp8Pass:
             by_column=wgrad,
         )
         count = self._orders.fc1_dgrad
-        weights = _turned(kernels, FC1, self._fc1, self._registered1, self._weights1, self._scaling1.weight)
+        weights = _turned(kernels, FC1, self._fc1, self._weights1, self._scaling1.weight)
         kernels.linear_fp8(self._dy, weights.columns, out, offsets, fast=False, count=count)
         del weights
         kernels.clear(offsets, out)
@@ -265,20 +317,18 @@ class Fp8Pass:
 
 
 def _weights(
-    kernels: Fp8Kernels, name: str, op: Any, registered: Registered, scaling: Scaling, *, backward: bool
+    kernels: Fp8Kernels, name: str, linear: LinearWeights, scaling: Scaling, *, backward: bool
 ) -> QuantizedWeights:
-    if te_adapter.is_fp8_weight(registered[0]):
-        return kernels.take_weights(name, *te_adapter.fp8_weights(registered, columns=backward))
-    by_column = backward and parameters.keeps_quantized_weight(op)
-    return kernels.quantize_weights(
-        kernels.prepare(name, parameters.weights(op, registered)), scaling, by_column=by_column
-    )
+    if linear.quantized:
+        return kernels.take_weights(name, *te_adapter.fp8_weights(linear.quantized, columns=backward))
+    by_column = backward and linear.keeps
+    return kernels.quantize_weights(kernels.prepare(name, linear.dense), scaling, by_column=by_column)
 
 
 def _turned(
-    kernels: Fp8Kernels, name: str, op: Any, registered: Registered, weights: QuantizedWeights, scaling: Scaling
+    kernels: Fp8Kernels, name: str, linear: LinearWeights, weights: QuantizedWeights, scaling: Scaling
 ) -> QuantizedWeights:
     """As the dgrad reads them: kept from the forward, or made now."""
     if weights.columns is not None:
         return weights
-    return kernels.weight_columns(kernels.prepare(name, parameters.weights(op, registered)), weights, scaling)
+    return kernels.weight_columns(kernels.prepare(name, linear.dense), weights, scaling)

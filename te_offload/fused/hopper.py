@@ -156,12 +156,13 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         again = saves and bool(getattr(activation, "recompute_act_input", False))
         of_call: Any = scalings, offsets, counts, flat_scales, registered
         numbers = quantized.make_pass(way, kernels, fc1, fc2, *of_call, backward=saves, again=again)
+        wgrad1 = saves and parameters.first_weight(fc1).requires_grad
         if numbers is not None:
-            x = numbers.quantize_input(x, splits1)
+            x = quantized.stored_input(fc1, numbers.quantize_input(x, wgrad=wgrad1), x, splits1)
         if saves:
             calls.kept_weight_bytes = quantized.kept_weight_bytes(way, fc1, fc2)
             ctx1.te_offload_quantized = way, numbers
-            wgrad1 = ctx1.weight_requires_grad = parameters.first_weight(fc1).requires_grad
+            ctx1.weight_requires_grad = wgrad1
             wgrad2 = ctx3.weight_requires_grad = parameters.first_weight(fc2).requires_grad
             ctx1.te_offload_rebuilt = False
             ctx2.te_offload_rebuilt = again
@@ -326,7 +327,7 @@ class HopperGroupedMLP(te.ops.FusedOperation):
             bring_x()
         x = ctx1.saved_tensors[5]
         if numbers is not None:
-            multiply = functools.partial(numbers.fc1_wgrad, x, ctx1.saved_tensors[2:5])
+            multiply = functools.partial(numbers.fc1_wgrad, quantized.read_input(x), ctx1.saved_tensors[2:5])
         elif together:
             multiply = functools.partial(
                 kernels.fc1_backward,

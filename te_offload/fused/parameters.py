@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,23 @@ from te_offload.ops import te_adapter
 
 _VERSION, _DTYPE = map(operator.attrgetter, ("_version", "dtype"))
 _PLAIN = frozenset((torch.nn.Parameter, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class LinearWeights:
+    """Of a linear in one call that quantizes.
+
+    Attributes:
+        out_features, in_features: of each expert's.
+        dense: N (out_features, in_features), or one of (N, out_features, in_features). quantized: N that are FP8 already,
+            instead. keeps: whether the dgrad's copy of what a forward quantizes stays until then.
+    """
+
+    out_features: int
+    in_features: int
+    dense: torch.Tensor | Sequence[torch.Tensor]
+    quantized: Sequence[Any] = ()
+    keeps: bool = False
 
 
 def first_weight(op: Any) -> torch.nn.Parameter:
@@ -103,6 +121,14 @@ def weights(op: Any, registered: list[torch.nn.Parameter]) -> torch.Tensor | Seq
         packed: torch.Tensor = weight.rowwise_data.view(op.num_groups, op.out_features, op.in_features)
         return packed
     return registered
+
+
+def linear_weights(op: Any, registered: list[torch.nn.Parameter]) -> LinearWeights:
+    """Of an op, in a call that quantizes. ``registered``: its `weight_parameters`, as the forward found them."""
+    sizes = op.out_features, op.in_features
+    if isinstance(registered[0], te_adapter.QUANTIZED_WEIGHTS):
+        return LinearWeights(*sizes, (), registered)
+    return LinearWeights(*sizes, weights(op, registered), keeps=keeps_quantized_weight(op))
 
 
 def bias(op: Any, dtype: torch.dtype) -> torch.Tensor | None:

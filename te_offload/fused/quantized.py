@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformer_engine.common import recipe as te_recipe
 
 from te_offload.fused import block_pass, fp8_pass, machine, parameters
 from te_offload.fused.block_pass import BlockPass
@@ -24,11 +25,20 @@ from te_offload.ops.scaling import BlockFormat, LinearBlockScaling, LinearScalin
 Way = BlockFormat | str
 """Of a call: by blocks, or one of the following two."""
 DENSE, TENSOR_SCALES = "dense", "FP8"
+RECIPES: dict[str, type[te_recipe.Recipe]] = {
+    "fp8": te_recipe.Float8CurrentScaling,
+    "fp8-block": te_recipe.Float8BlockScaling,
+}
+"""Those without state that run on Hopper, by the names that ``te-offload demo`` has for them."""
 
 
 def way_of_call() -> Way:
     """Of a call here and now."""
-    recipe = te_adapter.active_recipe()
+    return way_of(te_adapter.active_recipe())
+
+
+def way_of(recipe: Any) -> Way:
+    """Of a recipe; ``None``: of none."""
     if recipe is None:
         return DENSE
     return te_adapter.block_format(recipe) or TENSOR_SCALES
@@ -53,6 +63,12 @@ def scaling_of(way: Way, op: Any, *, reference: bool) -> LinearScaling | LinearB
     if isinstance(found, LinearBlockScaling) and found.input.format is not way:
         return f"quantizers of {found.input.format.value} under a recipe of {way.value}"
     return found
+
+
+def scaling_of_recipe(recipe: Any) -> LinearScaling | LinearBlockScaling:
+    """Of any linear under a recipe that has no state: current scaling, or FP8 by blocks."""
+    scaling_of = te_adapter.fp8_recipe_scaling if way_of(recipe) == TENSOR_SCALES else te_adapter.block_recipe_scaling
+    return scaling_of(recipe)
 
 
 def takes_as_it_lies(way: Way, weight: torch.Tensor) -> bool:
@@ -92,8 +108,23 @@ def make_pass(
     if way == DENSE:
         return None
     kind: type[Fp8Pass | BlockPass] = Fp8Pass if way == TENSOR_SCALES else BlockPass
+    first, second = (parameters.linear_weights(op, own) for op, own in zip((fc1, fc2), weights, strict=True))
     one, other = scalings
-    return kind(kernels, fc1, fc2, (one, other), offsets, counts, router, weights, backward=backward, again=again)
+    return kind(kernels, first, second, (one, other), offsets, counts, router, backward=backward, again=again)
+
+
+def stored_input(fc1: Any, found: Any, x: torch.Tensor, split_sizes: torch.Tensor) -> Any:
+    """What a pass made of FC1's input x (T, columns) for the backward, as Transformer Engine has it saved: columns by
+    blocks in its storage of groups.
+    """
+    if not isinstance(found, tuple):
+        return found
+    return te_adapter.grouped_columns(fc1, (x.shape[0], x.shape[1]), x.dtype, split_sizes, found)
+
+
+def read_input(stored: Any) -> Any:
+    """What a pass made, of `stored_input`."""
+    return stored if stored is None or isinstance(stored, torch.Tensor) else te_adapter.columns_of(stored)
 
 
 def make_kernels(way: Way, activation: Activation, *, reference: bool) -> Kernels:

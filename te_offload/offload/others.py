@@ -1,8 +1,8 @@
 """Slots of one forward that no op of te_offload declares: regions, what an op of tensors alone names, and all else.
 
-In: tensors from the pack hook, whose slot is not known otherwise. Out: the slot of each. Keeps true: a storage is one slot,
-whoever saves it and however often, but for what is saved in a region, which is the region's; a name is of a storage, not of
-one that comes to lie where it was. Does not: pack (visit.py does), or choose what goes.
+In: tensors from the pack hook, whose slot is not known otherwise. Out: the slot of each. Keeps true: a storage is in one
+slot, whoever saves it and however often, but for what is saved in a region, which is the region's; a name is of storages,
+not of one that comes to lie where one was. Does not: pack (visit.py does), or choose what goes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class OtherSlots:
     def __init__(self) -> None:
         self._by_storage: dict[int, SlotEntry] = {}
         self._by_region: dict[str, SlotEntry] = {}
+        self._by_name: dict[tuple[str, SlotName, int | None], SlotEntry] = {}
         self._regions: list[Region] = []
         self._marked: SlotEntry | None = None
         # A weak reference keeps the storage's identity from being another one's.
@@ -76,7 +77,12 @@ class OtherSlots:
             else:
                 if named is not None:
                     _, op, slot, keep, times = named
+                    entry = self._by_name.get((op, slot, times))
+                    if entry is not None:
+                        self._by_storage[key] = entry
+                        return entry
                     entry = SlotEntry(visit, op, slot, keep=keep, once=False, ordinal=times)
+                    self._by_name[op, slot, times] = entry
                 else:
                     entry = SlotEntry(visit, "", SlotName.OTHER, keep=False, once=False, ordinal=self._unnamed)
                     self._unnamed += 1
@@ -102,6 +108,7 @@ class OtherSlots:
         """The forward is over, and decided on."""
         self._by_storage.clear()
         self._by_region.clear()
+        self._by_name.clear()
         self._named.clear()
         self.staying.clear()
         self._regions.clear()

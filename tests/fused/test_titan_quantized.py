@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import transformer_engine.pytorch as te
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformer_engine.common import recipe as te_recipe
 
 from te_offload import OffloadSession
@@ -22,11 +24,21 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchtitan", reason="torchtitan is not installed here")
     from te_offload.torchtitan import RECIPES
-    from tests.support.titan_moe import DIM, EXPERTS, HIDDEN, beside_linears, inputs, make, step
+    from tests.support.titan_moe import (
+        DIM,
+        EXPERTS,
+        HIDDEN,
+        beside_linears,
+        inputs,
+        make,
+        step,
+        traced_as_by_torchtitan,
+    )
 
 pytestmark = [
     pytest.mark.usefixtures("fp8_in_torch_arithmetic"),
     pytest.mark.filterwarnings("ignore:In CPU autocast"),  # of torchtitan's router
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # asked for by TorchDynamo
 ]
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -77,6 +89,32 @@ def test_a_session_changes_no_bit(recipe: str, *, again: bool) -> None:
             assert (rows["0"].fate, rows["2"].fate) == (Fate.OFFLOADED, Fate.RECOMPUTED) and rows["0"].bytes_out > 0
             assert rows["1"].fate is (Fate.RECOMPUTED if again else Fate.OFFLOADED)
         assert "Grouped MLPs that ran fused: 1 of 1" in session.report()
+
+
+@EVERY
+@pytest.mark.parametrize("again", ["", "FC1", "layer"])
+def test_compiled_as_a_whole_they_have_the_bits_of_eager_steps_and_a_session_changes_none(
+    recipe: str, again: str
+) -> None:
+    x, grad = inputs()
+    moe = make("ours", recipe=recipe, recompute_act_input=again == "FC1", no_offload_activation=["fc1_input"])
+    expected = step(moe, x, grad)
+    with torch._dynamo.config.patch(disable=False), traced_as_by_torchtitan():
+        if again == "layer":
+            moe = checkpoint_wrapper(moe, preserve_rng_state=False)
+        moe.compile(backend="aot_eager", fullgraph=True)
+        assert_same_bits(expected, step(moe, x, grad))
+        with OffloadSession(moe, min_bytes=0) as session:
+            for _ in range(3):
+                with session.step():
+                    found = step(moe, x, grad)
+                assert_same_bits(expected, found)
+                assert session.records[-1].bytes_back > 0
+                rows = {row.name: row.fate for row in session.records[-1].slots}
+                if again != "layer":
+                    assert rows["layer0/grouped_mlp.fc1_input"] is Fate.KEPT
+                assert ("layer0/grouped_mlp.act_input" in rows) is (again == "")
+        assert fusions_in(moe)[0].fused == 1  # the eager step
 
 
 def test_layers_within_a_checkpoint_quantize_in_both_forwards() -> None:
@@ -132,4 +170,5 @@ def test_two_ranks_that_shard_them_by_fsdp2_compute_what_one_does_in_fp8(tmp_pat
         "titan_moe.main_quantized(int(sys.argv[1]), 'cpu', sys.argv[2]); sys.stdout.flush(); os._exit(0)"
     )
     outputs = on_two_ranks(program, str(tmp_path / "meeting"))
-    assert all(f"same, sharded, in {recipe}" in output for output in outputs for recipe in RECIPES), outputs
+    said = [f"same, {how}sharded, in {recipe}" for recipe in RECIPES for how in ("", "compiled and ")]
+    assert all(line in output for output in outputs for line in said), outputs

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason, SlotName
 from te_offload.errors import ArgumentError, PlanError, UnsupportedError
 from te_offload.functional import grouped_mlp
-from te_offload.fused import hopper, traced
+from te_offload.fused import hopper, traced_call
 from te_offload.offload.others import OtherSlots
 from tests.support.mlp import assert_same_bits
 from tests.support.traced import FFN, HIDDEN, HOW, SPLITS, Layer, by_ops, run_layers, step, tensors
@@ -230,7 +230,7 @@ def test_arguments_that_do_not_fit_are_errors(changed: dict[str, Any], message: 
 
 def test_inside_of_an_autocast_of_transformer_engines_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(te.quantization.FP8GlobalStateManager, "is_fp8_enabled", lambda: True)
-    with pytest.raises(UnsupportedError, match=r"inside te\.autocast, and does not quantize"):
+    with pytest.raises(UnsupportedError, match=r"inside te\.autocast, which says nothing to it. Give it a recipe"):
         grouped_mlp(**tensors("swiglu"))
 
 
@@ -239,7 +239,7 @@ def test_where_its_kernels_do_not_run_an_error_says_why(
     monkeypatch: pytest.MonkeyPatch, switch: str, message: str
 ) -> None:
     monkeypatch.setenv(hopper.SWITCH, switch)
-    monkeypatch.setattr(traced, "in_torch_arithmetic", lambda _: False)
+    monkeypatch.setattr(traced_call, "in_torch_arithmetic", lambda _: False)
     if switch == "1" and torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(UnsupportedError, match=f"its kernels do not run here: {message}"):

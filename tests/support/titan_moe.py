@@ -215,6 +215,9 @@ def main_quantized(rank: int, device: str, meeting: str) -> None:
         # An expert's scale is of its rows on a rank, so numbers of 8 bits are others.
         compare_sharded(rank, make("ours", device, recipe=recipe), x, grad, most=0.1)
         print(f"same, sharded, in {recipe}", flush=True)
+        with traced_as_by_torchtitan():
+            compare_sharded(rank, make("ours", device, recipe=recipe), x, grad, most=0.1, compiled=True)
+        print(f"same, compiled and sharded, in {recipe}", flush=True)
 
 
 def compare_sharded(

@@ -5,9 +5,11 @@ In: names of activations. Out: tensors by name. Keeps true: the same seed, the s
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
+import transformer_engine.pytorch as te
 
 from te_offload.functional import grouped_mlp
 from tests.support.mlp import make_mlp, seeded
@@ -47,8 +49,8 @@ def step(function: Any, given: dict[str, torch.Tensor], activation: str, **optio
     return {"y": y.detach()} | {name: one.grad for name, one in given.items() if one.grad is not None}
 
 
-def by_ops(activation: str, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same by a Sequential of te_offload's."""
+def by_ops(activation: str, given: dict[str, torch.Tensor], recipe: Any = None) -> dict[str, torch.Tensor]:
+    """The same by a Sequential of te_offload's. ``recipe``: of Transformer Engine's."""
     device = given["x"].device.type
     mlp = make_mlp(experts=EXPERTS, hidden=HIDDEN, ffn=FFN, activation=activation, dtype=torch.bfloat16, device=device)
     with torch.no_grad():
@@ -56,7 +58,8 @@ def by_ops(activation: str, given: dict[str, torch.Tensor]) -> dict[str, torch.T
             mlp[0].get_parameter(f"weight{number}").copy_(given["w1"][number])
             mlp[2].get_parameter(f"weight{number}").copy_(given["w2"][number])
     x, scales = (given[name].detach().requires_grad_() for name in ("x", "scales"))
-    y = mlp(x, given["split_sizes"], scales, given["split_sizes"])
+    with contextlib.nullcontext() if recipe is None else te.autocast(enabled=True, recipe=recipe):
+        y = mlp(x, given["split_sizes"], scales, given["split_sizes"])
     y.backward(seeded(tuple(y.shape), 5, dtype=y.dtype, device=y.device.type))
     assert x.grad is not None and scales.grad is not None
     found = {"y": y.detach(), "x": x.grad, "scales": scales.grad}

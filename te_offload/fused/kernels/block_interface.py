@@ -68,13 +68,21 @@ class BlockKernels(Kernels, Protocol):
         """
 
     def block_rows(
-        self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool, saved: bool = False
+        self,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        scaling: BlockScaling,
+        *,
+        by_column: bool,
+        saved: bool = False,
+        exact: bool = False,
     ) -> tuple[BlockNumbers, BlockNumbers | None]:
         """Rows of x (T, columns), and its columns if asked for.
 
         Args:
             saved: the columns are kept for a backward, in as few bytes as they take, or up to two percent more where that
                 spares turning them; `turn_blocks` follows.
+            exact: then they are T bytes of numbers and ``T // 128 + N`` scales each, of FP8, whatever the split sizes.
         """
 
     def block_columns(self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling) -> BlockNumbers:

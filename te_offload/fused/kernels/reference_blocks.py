@@ -6,6 +6,7 @@ that were written, in float32. Does not: keep the offsets from the host; add up 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -41,10 +42,21 @@ class ReferenceBlockKernels(ReferenceKernels):
         return BlockWeights(*found)
 
     def block_rows(
-        self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool, saved: bool = False
+        self,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        scaling: BlockScaling,
+        *,
+        by_column: bool,
+        saved: bool = False,
+        exact: bool = False,
     ) -> tuple[BlockNumbers, BlockNumbers | None]:
         """See `BlockKernels.block_rows`."""
         columns = _quantize(x, offsets, scaling, by_column=True) if by_column else None
+        if columns is not None and exact:
+            width, parts = x.shape[1], x.shape[0] // SQUARE + offsets.shape[0] - 1
+            numbers = _lengthened(columns.numbers, x.numel())
+            columns = dataclasses.replace(columns, numbers=numbers, scales=_lengthened(columns.scales, parts * width))
         return _quantize(x, offsets, scaling, by_column=False), columns
 
     def block_columns(self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling) -> BlockNumbers:
@@ -59,7 +71,9 @@ class ReferenceBlockKernels(ReferenceKernels):
 
     def turn_blocks(self, saved: BlockNumbers, offsets: torch.Tensor) -> BlockNumbers:
         """See `BlockKernels.turn_blocks`."""
-        return saved
+        sizes = [make_format(saved.scaling).sizes(shape, by_column=True) for shape in _shapes(saved, offsets)]
+        numbers, scales = (sum(those) for those in zip(*sizes, strict=True))
+        return dataclasses.replace(saved, numbers=saved.numbers[:numbers], scales=saved.scales[:scales])
 
     def rebuild_blocks(
         self, act_input: torch.Tensor, router: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling
@@ -173,8 +187,7 @@ def _quantize(x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, 
 
 def _dense(x: BlockNumbers, offsets: torch.Tensor, *, by_column: bool) -> list[torch.Tensor]:
     """Of each expert."""
-    form, columns = make_format(x.scaling), x.shape[1]
-    shapes = [(place.stop - place.start, columns) for place in _places(offsets)]
+    form, shapes = make_format(x.scaling), _shapes(x, offsets)
     sizes = [form.sizes(shape, by_column=by_column) for shape in shapes]
     numbers = x.numbers.split([size for size, _ in sizes])
     scales = x.scales.split([count for _, count in sizes])
@@ -186,6 +199,16 @@ def _dense(x: BlockNumbers, offsets: torch.Tensor, *, by_column: bool) -> list[t
         else:
             found.append(torch.zeros(shape, device=x.numbers.device))
     return found
+
+
+def _shapes(x: BlockNumbers, offsets: torch.Tensor) -> list[tuple[int, int]]:
+    """Of each expert."""
+    return [(place.stop - place.start, x.shape[1]) for place in _places(offsets)]
+
+
+def _lengthened(flat: torch.Tensor, size: int) -> torch.Tensor:
+    """With zeros."""
+    return torch.cat([flat, flat.new_zeros(size - flat.numel())])
 
 
 def _there_and_back(form: Format, weight: torch.Tensor, *, by_column: bool) -> torch.Tensor:

@@ -58,12 +58,19 @@ class Sm90BlockKernels(Sm90Kernels):
         return BlockWeights(*found)
 
     def block_rows(
-        self, x: torch.Tensor, offsets: torch.Tensor, scaling: BlockScaling, *, by_column: bool, saved: bool = False
+        self,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        scaling: BlockScaling,
+        *,
+        by_column: bool,
+        saved: bool = False,
+        exact: bool = False,
     ) -> tuple[BlockNumbers, BlockNumbers | None]:
         """See `BlockKernels.block_rows`."""
         tokens = x.shape[0]
         padding = fp8.padded_tokens(tokens, offsets.shape[0] - 1) - tokens
-        as_rows = saved and padding * _TURNED_FROM > tokens
+        as_rows = saved and (exact or padding * _TURNED_FROM > tokens)
         columns = blocks.NOT if not by_column else blocks.SAVED if as_rows else blocks.TURNED
         rows, found = self._quantizers.rows(x, offsets, scaling, columns=columns)
         assert rows is not None

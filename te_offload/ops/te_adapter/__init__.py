@@ -14,6 +14,7 @@ from transformer_engine.pytorch.ops.op import OperationContext
 
 from te_offload.ops.te_adapter.blocks import (
     block_format,
+    block_recipe_scaling,
     block_scaling,
     block_weights,
     columns_of,
@@ -26,6 +27,7 @@ from te_offload.ops.te_adapter.carry import Layout, bring_carried, bring_exempt,
 from te_offload.ops.te_adapter.fp8 import (
     QUANTIZED_WEIGHTS,
     fp8_recipe_reason,
+    fp8_recipe_scaling,
     fp8_scaling,
     fp8_weights,
     is_fp8_weight,
@@ -116,6 +118,7 @@ __all__ = [
     "addresses",
     "any_marked_not_offload",
     "block_format",
+    "block_recipe_scaling",
     "block_scaling",
     "block_weights",
     "bring_carried",
@@ -132,6 +135,7 @@ __all__ = [
     "dummy_grads",
     "forget_fusions",
     "fp8_recipe_reason",
+    "fp8_recipe_scaling",
     "fp8_scaling",
     "fp8_weights",
     "fuse_windows",

@@ -71,6 +71,20 @@ def _scaling(quantizer: Any) -> BlockScaling | str:
     return f"quantizers of {type(quantizer).__name__}"
 
 
+def block_recipe_scaling(recipe: Any) -> LinearBlockScaling:
+    """What `block_scaling` finds of linears under a `Float8BlockScaling` with its formats and blocks as they are."""
+    return LinearBlockScaling(
+        *(
+            BlockScaling(BlockFormat.FP8, dimensions == 2, ways.amax_epsilon, ways.power_2_scale)
+            for dimensions, ways in (
+                (recipe.x_block_scaling_dim, recipe.fp8_quant_fwd_inp),
+                (recipe.w_block_scaling_dim, recipe.fp8_quant_fwd_weight),
+                (recipe.grad_block_scaling_dim, recipe.fp8_quant_bwd_grad),
+            )
+        )
+    )
+
+
 def is_block_weight(weight: torch.Tensor) -> bool:
     """Whether a weight is FP8 (E4M3) in square blocks, as it lies."""
     return (

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, get_fp8_te_dtype
 from transformer_engine.pytorch.tensor import (
     Float8BlockwiseQTensor,
     Float8CurrentScalingQuantizer,
@@ -65,6 +65,21 @@ def fp8_scaling(op: Any) -> LinearScaling | str:
         else:
             return f"quantizers of {kind.__name__}"
     return LinearScaling(*found)
+
+
+def fp8_recipe_scaling(recipe: Any) -> LinearScaling:
+    """What `fp8_scaling` finds of linears under a recipe of current scaling, which has no state."""
+    forward, backward = (_DTYPES[DType.cast(get_fp8_te_dtype(recipe, way))] for way in (True, False))
+    return LinearScaling(
+        *(
+            Scaling(dtype, ways.amax_epsilon, ways.power_2_scale)
+            for dtype, ways in (
+                (forward, recipe.fp8_quant_fwd_inp),
+                (forward, recipe.fp8_quant_fwd_weight),
+                (backward, recipe.fp8_quant_bwd_grad),
+            )
+        )
+    )
 
 
 def usages_are_set(op: Any, *, requires_grad: bool) -> bool:
