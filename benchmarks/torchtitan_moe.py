@@ -7,7 +7,8 @@ attention and no norms, since torchtitan's models need a newer torch than this p
 stock `GroupedExperts`, its ``fused_grouped_experts`` override, those of its `Float8GroupedExpertsConverter` with the
 dispatcher that this brings (FP8 with a scale a row; needs torchao), or ours; ours and the fused ones have the same
 parameters. Layers may be within torch's checkpoint, as torchtitan's full activation checkpointing has them, or compiled as
-its `apply_compile` has blocks (``fullgraph=True``). A step is a forward and a backward
+its `apply_compile` has blocks (``fullgraph=True``), and then in inductor's CUDA graphs (``mode="reduce-overhead"``), which
+torchtitan does not ask for. A step is a forward and a backward
 from an idle GPU to an idle GPU; all ways take their turns in each round. ``peak`` is over what torch had allocated at the
 step's begin. A gradient is given up as soon as it is there, as FSDP does with whole ones. Bits are not compared: torch adds
 up rows of a token in any order, with and without us; tests compare them with two experts a token, where none matters.
@@ -55,7 +56,7 @@ class Way(NamedTuple):
         experts: ``"stock"``, ``"fused"`` or ``"float8"``, torchtitan's, or ``"ours"``. again: layers are within torch's
             checkpoint.
         session: around what one is, ``"layers"`` or ``"experts"``. planned: its policy. fc1_again: `recompute_act_input`.
-        recipe: of ours. compiled: each layer.
+        recipe: of ours. compiled: each layer. graphs: in inductor's CUDA graphs.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Way(NamedTuple):
     fc1_again: bool = False
     recipe: str | None = None
     compiled: bool = False
+    graphs: bool = False
 
 
 WAYS = (
@@ -75,6 +77,8 @@ WAYS = (
     Way("torchtitan's fused experts, layers again", "fused", again=True),
     Way("torchtitan's experts, compiled", "stock", compiled=True),
     Way("torchtitan's fused experts, compiled", "fused", compiled=True),
+    Way("torchtitan's experts, compiled, in CUDA graphs", "stock", compiled=True, graphs=True),
+    Way("our experts, compiled, in CUDA graphs", "ours", compiled=True, graphs=True),
     Way("torchtitan's experts, compiled, layers again", "stock", compiled=True, again=True),
     Way("our experts, compiled, layers again", "ours", compiled=True, again=True),
     Way("torchtitan's FP8 experts", "float8"),
@@ -94,7 +98,10 @@ WAYS = (
     ),
     Way("our experts in FP8", "ours", recipe="fp8"),
     Way("our experts in FP8, FC1 again", "ours", recipe="fp8", fc1_again=True),
+    Way("our experts in FP8, compiled", "ours", recipe="fp8", compiled=True),
+    Way("our experts in FP8, compiled, FC1 again", "ours", recipe="fp8", compiled=True, fc1_again=True),
     Way("our experts in FP8 by blocks", "ours", recipe="fp8-block"),
+    Way("our experts in FP8 by blocks, compiled", "ours", recipe="fp8-block", compiled=True),
     Way("our experts, layers again", "ours", again=True),
     Way("our experts, FC1 again", "ours", fc1_again=True),
     Way("our experts, a session: experts", "ours", session="experts"),
@@ -169,7 +176,7 @@ def make_layers(shape: Shape, way: Way, first: dict[str, torch.nn.Parameter], de
         if way.compiled:
             if way.again:
                 layer = checkpoint_wrapper(layer, preserve_rng_state=False)
-            layer.compile(fullgraph=True)
+            layer.compile(fullgraph=True, mode="reduce-overhead" if way.graphs else None)
         layers.append(layer)
     return layers
 
@@ -190,6 +197,8 @@ class Variant:
             self.session = OffloadSession(around, policy=policy)
 
     def _run(self) -> None:
+        if self.way.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         h = self._x
         for layer in self.layers:
             again = self.way.again and not self.way.compiled

@@ -5,7 +5,9 @@ gradients by autograd. Keeps true: kernels, and bits, are those of `HopperGroupe
 backward reads are tensors that whoever traces it sees: checkpoints, partitioners, saved-tensor hooks. Does not: take
 biases or separate weights, or quantize (`traced_quantized`). `te_offload.functional` calls it.
 
-The backward is two ops, so that what the first one alone reads is given up before the second makes its gradients.
+The backward is two ops, so that what the first one alone reads is given up before the second makes its gradients. So is the
+forward where it saves the activation's input: of a checkpoint's second forward a compiler leaves FC2's out, which nobody
+reads.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from te_offload.fused.traced_call import DEVICES, HOW, check, kernels_of, name_s
 from te_offload.ops import te_adapter
 from te_offload.slots import SlotName
 
-_FORWARD, _FC1_AGAIN, _FC2, _FC1 = (
-    f"te_offload::grouped_mlp{part}" for part in ("", "_fc1_again", "_fc2_backward", "_fc1_backward")
+_FORWARD, _FC1_FORWARD, _FC2_FORWARD, _FC1_AGAIN, _FC2, _FC1 = (
+    f"te_offload::grouped_mlp{part}" for part in ("", "_fc1", "_fc2", "_fc1_again", "_fc2_backward", "_fc1_backward")
 )
 
 torch.library.define(
@@ -32,6 +34,11 @@ torch.library.define(
     f"(Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {HOW}, bool saves, str[] stays)"
     " -> (Tensor, Tensor, Tensor)",
 )
+torch.library.define(
+    _FC1_FORWARD,
+    f"(Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {HOW}, str[] stays) -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(_FC2_FORWARD, f"(Tensor fc2_input, Tensor w2, Tensor split_sizes, {HOW}) -> Tensor")
 torch.library.define(
     _FC2,
     f"(Tensor dy, Tensor w2, Tensor? scales, Tensor offsets, Tensor act_input, {HOW}, bool wgrad)"
@@ -61,14 +68,7 @@ def _forward(
     Args:
         stays: names of slots that are to stay on the device. The rest as of `te_offload.functional.grouped_mlp`.
     """
-    if te_adapter.quantization_enabled():
-        raise UnsupportedError(
-            "grouped_mlp: it was called inside te.autocast, which says nothing to it. Give it a recipe by name, or have "
-            "te.autocast(enabled=False) around it."
-        )
-    kernels = kernels_of(quantized.DENSE, x, gate, numbers, interleave)
-    check(x, w1, w2, split_sizes, scales, gated=gate != "", interleave=interleave)
-    given, x = x, readable(x)
+    kernels, given, x = *_checked(x, w1, w2, split_sizes, scales, gate, numbers, interleave), readable(x)
     y = x.new_empty(x.shape)
     offsets, counts = kernels.offsets(split_sizes, y)
     weights1, weights2 = kernels.prepare("w1", w1), kernels.prepare("w2", w2)
@@ -80,6 +80,67 @@ def _forward(
     kernels.fc2(fc2_input, weights2, None, None, offsets, y, counts.fc2)
     name_slots([(SlotName.FC1_INPUT, given), *([(SlotName.ACT_INPUT, act_input)] if saves else [])], stays)
     return y, offsets, act_input
+
+
+def _fc1_forward(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    split_sizes: torch.Tensor,
+    scales: torch.Tensor | None,
+    gate: str,
+    numbers: Sequence[float],
+    interleave: int,
+    stays: Sequence[str],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FC2's input, offsets of experts, and the activation's input. ``w2``: of which only the size is read."""
+    kernels, given, x = *_checked(x, w1, w2, split_sizes, scales, gate, numbers, interleave), readable(x)
+    offsets, counts = kernels.offsets(split_sizes, x.new_empty(x.shape[0], 1))  # of no rows but as many
+    router = router_scales(scales, x)
+    act_input, fc2_input = kernels.fc1(x, kernels.prepare("w1", w1), None, router, offsets, counts.fc1)
+    name_slots([(SlotName.FC1_INPUT, given), (SlotName.ACT_INPUT, act_input)], stays)
+    return fc2_input, offsets, act_input
+
+
+def _fc2_forward(
+    fc2_input: torch.Tensor,
+    w2: torch.Tensor,
+    split_sizes: torch.Tensor,
+    gate: str,
+    numbers: Sequence[float],
+    interleave: int,
+) -> torch.Tensor:
+    """Y. It makes its own offsets: a count of tiles serves one launch, and who traces may launch this one again."""
+    kernels = kernels_of(quantized.DENSE, fc2_input, gate, numbers, interleave)
+    y = fc2_input.new_empty(fc2_input.shape[0], w2.shape[1])
+    offsets, counts = kernels.offsets(split_sizes, y)
+    kernels.fc2(fc2_input, kernels.prepare("w2", w2), None, None, offsets, y, counts.fc2)
+    return y
+
+
+def _checked(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    split_sizes: torch.Tensor,
+    scales: torch.Tensor | None,
+    gate: str,
+    numbers: Sequence[float],
+    interleave: int,
+) -> tuple[Any, torch.Tensor]:
+    """Kernels of a forward, and x as it was given.
+
+    Raises:
+        ArgumentError: as `check`. UnsupportedError: inside of te.autocast; the kernels do not run here.
+    """
+    if te_adapter.quantization_enabled():
+        raise UnsupportedError(
+            "grouped_mlp: it was called inside te.autocast, which says nothing to it. Give it a recipe by name, or have "
+            "te.autocast(enabled=False) around it."
+        )
+    kernels = kernels_of(quantized.DENSE, x, gate, numbers, interleave)
+    check(x, w1, w2, split_sizes, scales, gated=gate != "", interleave=interleave)
+    return kernels, x
 
 
 def _fc1_again(
@@ -157,6 +218,15 @@ def _fake_forward(x: Any, w1: Any, w2: Any, split_sizes: Any, *how: Any) -> Any:
     return x.new_empty(x.shape), offsets, x.new_empty(x.shape[0] if saves else 0, w1.shape[1])
 
 
+def _fake_fc1_forward(x: Any, w1: Any, w2: Any, split_sizes: Any, *_: Any) -> Any:
+    offsets = split_sizes.new_empty(split_sizes.shape[0] + 1, dtype=torch.int32)
+    return x.new_empty(x.shape[0], w2.shape[2]), offsets, x.new_empty(x.shape[0], w1.shape[1])
+
+
+def _fake_fc2_forward(fc2_input: Any, w2: Any, *_: Any) -> Any:
+    return fc2_input.new_empty(fc2_input.shape[0], w2.shape[1])
+
+
 def _fake_fc1_again(x: Any, w1: Any, *_: Any) -> Any:
     return x.new_empty(x.shape[0], w1.shape[1])
 
@@ -175,6 +245,8 @@ def _fake_fc1_backward(dact_input: Any, x: Any, w1: Any, *how: Any) -> Any:
 
 for _op, _computes, _says in (
     (_FORWARD, _forward, _fake_forward),
+    (_FC1_FORWARD, _fc1_forward, _fake_fc1_forward),
+    (_FC2_FORWARD, _fc2_forward, _fake_fc2_forward),
     (_FC1_AGAIN, _fc1_again, _fake_fc1_again),
     (_FC2, _fc2_backward, _fake_fc2_backward),
     (_FC1, _fc1_backward, _fake_fc1_backward),
@@ -185,26 +257,55 @@ for _op, _computes, _says in (
 # For autograd ------------------------------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    x, w1, w2, _, scales, *ctx.how, saves, _ = inputs
-    _, offsets, act_input = output
-    ctx.mark_non_differentiable(offsets, act_input)
-    ctx.again = not saves
-    reads_x = ctx.again or ctx.needs_input_grad[1]
-    ctx.save_for_backward(x if reads_x else None, w1, w2, scales, offsets, None if ctx.again else act_input)
+class _Differentiable(torch.autograd.Function):
+    """The whole op, in parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        split_sizes: torch.Tensor,
+        scales: torch.Tensor | None,
+        *how: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the op."""
+        *ctx.how, saves, stays = how
+        given, ops = (x, w1, w2, split_sizes, scales, *ctx.how), torch.ops.te_offload
+        with torch._C._AutoDispatchBelowAutograd():
+            if saves:
+                fc2_input, offsets, act_input = ops.grouped_mlp_fc1(*given, stays)
+                y = ops.grouped_mlp_fc2(fc2_input, w2, split_sizes, *ctx.how)
+            else:
+                y, offsets, act_input = ops.grouped_mlp(*given, saves, stays)
+        ctx.mark_non_differentiable(offsets, act_input)
+        ctx.again = not saves
+        reads_x = ctx.again or ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if reads_x else None, w1, w2, scales, offsets, None if ctx.again else act_input)
+        return y, offsets, act_input
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        """Gradients by the forward's arguments."""
+        x, w1, w2, scales, offsets, act_input = ctx.saved_tensors
+        ops = torch.ops.te_offload
+        if ctx.again:
+            act_input = ops.grouped_mlp_fc1_again(x, w1, offsets, *ctx.how)
+        _, wgrad1, wgrad2, *_ = ctx.needs_input_grad
+        of_fc2 = dy, w2, scales, offsets, act_input
+        dact_input, dw2, dscales, work = ops.grouped_mlp_fc2_backward(*of_fc2, *ctx.how, wgrad2)
+        del act_input, of_fc2
+        dx, dw1 = ops.grouped_mlp_fc1_backward(dact_input, x, w1, offsets, work, *ctx.how, wgrad1)
+        by_scales = None if scales is None else dscales.reshape(scales.shape).to(scales.dtype)
+        return dx, dw1 if wgrad1 else None, dw2 if wgrad2 else None, None, by_scales, *[None] * 5
 
 
-def _backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    x, w1, w2, scales, offsets, act_input = ctx.saved_tensors
-    ops = torch.ops.te_offload
-    if ctx.again:
-        act_input = ops.grouped_mlp_fc1_again(x, w1, offsets, *ctx.how)
-    _, wgrad1, wgrad2, *_ = ctx.needs_input_grad
-    dact_input, dw2, dscales, work = ops.grouped_mlp_fc2_backward(dy, w2, scales, offsets, act_input, *ctx.how, wgrad2)
-    del act_input
-    dx, dw1 = ops.grouped_mlp_fc1_backward(dact_input, x, w1, offsets, work, *ctx.how, wgrad1)
-    by_scales = None if scales is None else dscales.reshape(scales.shape).to(scales.dtype)
-    return dx, dw1 if wgrad1 else None, dw2 if wgrad2 else None, None, by_scales, None, None, None, None, None
+def _autograd(*given: Any) -> Any:
+    if torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in given):
+        return _Differentiable.apply(*given)  # type: ignore[no-untyped-call]
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.te_offload.grouped_mlp(*given)
 
 
-torch.library.register_autograd(_FORWARD, _backward, setup_context=_save)
+torch.library.impl(_FORWARD, "Autograd", _autograd)

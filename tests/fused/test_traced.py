@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch._dynamo
 import transformer_engine.pytorch as te
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
 from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason, SlotName
@@ -50,6 +53,11 @@ def test_what_torch_asks_of_an_op_holds(activation: str) -> None:
     ops, how = torch.ops.te_offload, (gate, list(numbers), interleave)
     x, w1, w2, scales = (given[name].detach() for name in ("x", "w1", "w2", "scales"))
     y, offsets, act_input = ops.grouped_mlp(x, w1, w2, given["split_sizes"], scales, *how, True, [])
+    torch.library.opcheck(ops.grouped_mlp_fc1.default, (x, w1, w2, given["split_sizes"], scales, *how, []))
+    fc2_input, *others = ops.grouped_mlp_fc1(x, w1, w2, given["split_sizes"], scales, *how, [])
+    torch.library.opcheck(ops.grouped_mlp_fc2.default, (fc2_input, w2, given["split_sizes"], *how))
+    parts = ops.grouped_mlp_fc2(fc2_input, w2, given["split_sizes"], *how), *others
+    assert all(torch.equal(one, other) for one, other in zip(parts, (y, offsets, act_input), strict=True))
     of_fc2 = torch.ones_like(y), w2, scales, offsets, act_input, *how, True
     torch.library.opcheck(ops.grouped_mlp_fc2_backward.default, of_fc2)
     dact_input, _, _, work = ops.grouped_mlp_fc2_backward(*of_fc2)
@@ -131,6 +139,27 @@ def test_within_a_checkpoint_bits_are_the_same(*, compiled: bool) -> None:
     expected = step(grouped_mlp, tensors("swiglu"), "swiglu")
     found: Any = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
     assert_same_bits(expected, step(found, given, "swiglu"))
+
+
+def test_a_checkpoints_second_forward_leaves_fc2_out_where_it_is_compiled() -> None:
+    found: list[list[str]] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes]
+        found.append([name.split(".")[1] for name in names if name.startswith("te_offload.")])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+
+    def function(**given: Any) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(functools.partial(grouped_mlp, **given), use_reentrant=False)
+        return y
+
+    expected = step(grouped_mlp, tensors("swiglu"), "swiglu")
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    assert_same_bits(expected, step(compiled, tensors("swiglu"), "swiglu"))
+    of_backward = ["grouped_mlp_fc1", "grouped_mlp_fc2_backward"]  # and FC1's, which has another name, since it mutates
+    assert found == [["grouped_mlp_fc1", "grouped_mlp_fc2"], of_backward]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -100,17 +100,22 @@ def test_a_session_changes_no_bit(again: bool, recipe: str | None) -> None:
             assert session.records[-1].bytes_out > 0
 
 
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize("again", [False, True], ids=["act_input saved", "FC1 again"])
-def test_compiled_by_inductor_it_computes_what_it_does_and_a_session_changes_no_bit(again: bool) -> None:
+def test_compiled_by_inductor_it_computes_what_it_does_and_a_session_changes_no_bit(
+    again: bool, recipe: str | None
+) -> None:
     x, grad = inputs(device="cuda")
-    moe = make("ours", "cuda", recompute_act_input=again, no_offload_activation=["fc1_input"])
+    settings = {"recompute_act_input": again, "recipe": recipe}
+    moe = make("ours", "cuda", no_offload_activation=["fc1_input"], **settings)
     eager = step(moe, x, grad)
     torch._dynamo.reset()
     with traced_as_by_torchtitan():
         moe.compile(fullgraph=True)
         expected = step(moe, x, grad)
         errors = {name: float((one - eager[name]).norm() / eager[name].norm()) for name, one in expected.items()}
-        assert max(errors.values()) < 1e-2, errors
+        # What inductor rounds otherwise may be another number in 8 bits.
+        assert max(errors.values()) < (1e-2 if recipe is None else 5e-2), errors
         with OffloadSession(moe, min_bytes=0) as session:
             for _ in range(3):
                 torch.full((64, 1024, 1024), float("nan"), device="cuda")

@@ -11,7 +11,7 @@ import torch._dynamo
 
 from te_offload import Fate, OffloadSession
 from te_offload.errors import ArgumentError, UnsupportedError
-from te_offload.functional import grouped_mlp
+from te_offload.functional import RECIPES, grouped_mlp
 from te_offload.fused import hopper
 from te_offload.graphs import CaptureState, CudagraphBackend
 from tests.support.mlp import assert_same_bits
@@ -51,17 +51,34 @@ def test_it_has_the_bits_of_the_ops(activation: str, *, again: bool) -> None:
         assert_same_bits(expected, step(function, given, activation, recompute_act_input=again))
 
 
+@AGAIN
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("activation", HOW)
+def test_under_a_recipe_it_has_the_bits_of_the_ops(activation: str, recipe: str, *, again: bool) -> None:
+    expected = by_ops(activation, tensors(activation, device="cuda"), RECIPES[recipe]())
+    options = {"recompute_act_input": again, "recipe": recipe}
+    for function in (grouped_mlp, torch.compile(grouped_mlp, fullgraph=True)):
+        poison()
+        assert_same_bits(expected, step(function, tensors(activation, device="cuda"), activation, **options))
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize("splits", [(0, 0, 31), (1, 29, 1), (0, 0, 0), (300, 0, 7)])
-def test_one_compiled_function_serves_any_split_sizes(splits: tuple[int, ...]) -> None:
+def test_one_compiled_function_serves_any_split_sizes(splits: tuple[int, ...], recipe: str | None) -> None:
     function = torch.compile(grouped_mlp, fullgraph=True, dynamic=True)
+    made = None if recipe is None else RECIPES[recipe]()
     for one in (SPLITS, splits):
         poison()
-        expected = by_ops("swiglu", tensors("swiglu", one, device="cuda"))
-        assert_same_bits(expected, step(function, tensors("swiglu", one, device="cuda"), "swiglu"))
+        expected = by_ops("swiglu", tensors("swiglu", one, device="cuda"), made)
+        assert_same_bits(expected, step(function, tensors("swiglu", one, device="cuda"), "swiglu", recipe=recipe))
 
 
 @AGAIN
-def test_in_inductors_cuda_graphs_other_splits_and_numbers_have_the_bits_of_eager_steps(again: bool) -> None:
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_in_inductors_cuda_graphs_other_splits_and_numbers_have_the_bits_of_eager_steps(
+    recipe: str | None, *, again: bool
+) -> None:
+    made = None if recipe is None else RECIPES[recipe]()
     function = torch.compile(grouped_mlp, fullgraph=True, mode="reduce-overhead")
     given = tensors("swiglu", device="cuda")
     for number, splits in enumerate(((11, 0, 20), (0, 31, 0), (10, 10, 11), (1, 2, 28), (31, 0, 0))):
@@ -70,19 +87,20 @@ def test_in_inductors_cuda_graphs_other_splits_and_numbers_have_the_bits_of_eage
             given["x"].mul_(1 + number / 7)
         for one in given.values():
             one.grad = None
-        expected = by_ops("swiglu", given)
+        expected = by_ops("swiglu", given, made)
         torch.compiler.cudagraph_mark_step_begin()
-        found = step(function, given, "swiglu", recompute_act_input=again)
+        found = step(function, given, "swiglu", recompute_act_input=again, recipe=recipe)
         assert_same_bits(expected, found)
 
 
 @AGAIN
-def test_rows_of_no_expert_are_zero_and_take_no_gradient(again: bool) -> None:
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_rows_of_no_expert_are_zero_and_take_no_gradient(recipe: str | None, *, again: bool) -> None:
     poison()
     given = tensors("swiglu", more=6, device="cuda")
     with torch.no_grad():
         given["x"][sum(SPLITS) :] = float("nan")
-    found = step(grouped_mlp, given, "swiglu", recompute_act_input=again)
+    found = step(grouped_mlp, given, "swiglu", recompute_act_input=again, recipe=recipe)
     for name in ("y", "x", "scales"):
         assert not found[name][sum(SPLITS) :].any() and found[name][: sum(SPLITS)].any()
     assert not any(one.isnan().any() for one in found.values())
@@ -90,8 +108,14 @@ def test_rows_of_no_expert_are_zero_and_take_no_gradient(again: bool) -> None:
 
 @pytest.mark.parametrize("stays", [(), ("act_input",)], ids=str)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_session_moves_its_slots_but_for_those_that_are_to_stay(stays: tuple[str, ...], *, compiled: bool) -> None:
-    layers = torch.nn.ModuleList(Layer(device="cuda", no_offload_activation=stays) for _ in range(2))
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_a_session_moves_its_slots_but_for_those_that_are_to_stay(
+    stays: tuple[str, ...], recipe: str | None, *, compiled: bool
+) -> None:
+    options = {"no_offload_activation": stays, "recipe": recipe}
+    layers = torch.nn.ModuleList(Layer(device="cuda", **options) for _ in range(2))
+    scales = (sum(SPLITS) // 128 + len(SPLITS)) * HIDDEN * 4  # by blocks
+    of_fc1 = {None: 2 * sum(SPLITS) * HIDDEN, "fp8": sum(SPLITS) * HIDDEN, "fp8-block": sum(SPLITS) * HIDDEN + scales}
     expected = run_layers(layers)
     for layer in layers if compiled else ():
         layer.compile(fullgraph=True)
@@ -104,10 +128,10 @@ def test_a_session_moves_its_slots_but_for_those_that_are_to_stay(stays: tuple[s
                 found = run_layers(layers)
             assert_same_bits(expected, found)
             rows = {row.name: row for row in session.records[-1].slots}
-            for name, columns in (("fc1_input", HIDDEN), ("act_input", 2 * FFN)):
+            for name, nbytes in (("fc1_input", of_fc1[recipe]), ("act_input", sum(SPLITS) * 4 * FFN)):
                 row = rows[f"layer1/grouped_mlp.{name}"]
                 fate = Fate.KEPT if name in stays else Fate.OFFLOADED
-                assert (row.fate, row.nbytes) == (fate, sum(SPLITS) * columns * 2)
+                assert (row.fate, row.nbytes) == (fate, nbytes)
             assert session.records[-1].bytes_back > 0
 
 
@@ -125,7 +149,9 @@ def test_what_its_kernels_do_not_take_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 @AGAIN
-def test_in_graphs_of_our_own_backend_steps_have_the_bits_of_eager_ones(again: bool) -> None:
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_in_graphs_of_our_own_backend_steps_have_the_bits_of_eager_ones(recipe: str | None, *, again: bool) -> None:
+    made = None if recipe is None else RECIPES[recipe]()
     backend = CudagraphBackend(min_ops=1, warmup=1)
     function = torch.compile(grouped_mlp, fullgraph=True, backend=backend)
     given = tensors("swiglu", device="cuda")
@@ -135,7 +161,8 @@ def test_in_graphs_of_our_own_backend_steps_have_the_bits_of_eager_ones(again: b
             given["split_sizes"].copy_(torch.tensor(splits))
         for one in given.values():
             one.grad = None
-        assert_same_bits(by_ops("swiglu", given), step(function, given, "swiglu", recompute_act_input=again))
+        found = step(function, given, "swiglu", recompute_act_input=again, recipe=recipe)
+        assert_same_bits(by_ops("swiglu", given, made), found)
     captures: list[Any] = [*backend.forwards[0].captures, *backend.backwards[0].captures]  # type: ignore[union-attr]
     assert all(one.state is CaptureState.CAPTURED and one._graph.replays > 1 for one in captures), backend.report()
     backend.close()
