@@ -21,7 +21,16 @@ from te_offload.errors import UnsupportedError
 from te_offload.fused import quantized
 from te_offload.fused.judge import in_torch_arithmetic
 from te_offload.fused.kernels.interface import Orders, TileCount
-from te_offload.fused.traced_call import DEVICES, HOW, check, kernels_of, name_slots, readable, router_scales
+from te_offload.fused.traced_call import (
+    DEVICES,
+    HOW,
+    check,
+    have_table_made,
+    kernels_of,
+    name_slots,
+    readable,
+    router_scales,
+)
 from te_offload.ops import te_adapter
 from te_offload.slots import SlotName
 
@@ -213,12 +222,14 @@ def _fc1_backward(
 
 
 def _fake_forward(x: Any, w1: Any, w2: Any, split_sizes: Any, *how: Any) -> Any:
+    have_table_made(w1)
     offsets = split_sizes.new_empty(split_sizes.shape[0] + 1, dtype=torch.int32)
     *_, saves, _ = how
     return x.new_empty(x.shape), offsets, x.new_empty(x.shape[0] if saves else 0, w1.shape[1])
 
 
 def _fake_fc1_forward(x: Any, w1: Any, w2: Any, split_sizes: Any, *_: Any) -> Any:
+    have_table_made(w1)
     offsets = split_sizes.new_empty(split_sizes.shape[0] + 1, dtype=torch.int32)
     return x.new_empty(x.shape[0], w2.shape[2]), offsets, x.new_empty(x.shape[0], w1.shape[1])
 

@@ -15,12 +15,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from te_offload.errors import ArgumentError, UnsupportedError
 from te_offload.fused import activations, machine, quantized
 from te_offload.fused.grads import wide_scales
 from te_offload.fused.judge import SWITCH, in_torch_arithmetic
-from te_offload.fused.kernels.experts import TMA_BYTES
+from te_offload.fused.kernels.experts import TMA_BYTES, places_in_order
 from te_offload.fused.kernels.interface import Activation, Gate, Gated, SquaredReLU
 from te_offload.slots import TENSORS_OP, SlotName, StorageObserver
 
@@ -141,6 +142,13 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 def router_scales(given: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """For each of x's rows, (T,) as kernels read them."""
     return torch.ones(x.shape[0], dtype=torch.float32, device=x.device) if given is None else wide_scales(given)
+
+
+def have_table_made(weights: torch.Tensor) -> None:
+    """Before the first call, which may be in the memory pool of a CUDA graph. ``weights``: (N, ...), where it is traced."""
+    if not in_torch_arithmetic(weights) and isinstance(weights.shape[0], int):
+        with _disable_current_modes():
+            places_in_order(weights.shape[0], weights.device)
 
 
 def name_slots(slots: Iterable[tuple[SlotName, torch.Tensor]], stays: Sequence[str]) -> None:

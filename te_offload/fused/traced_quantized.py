@@ -29,6 +29,7 @@ from te_offload.fused.traced_call import (
     HOW,
     activation_of,
     check,
+    have_table_made,
     kernels_of,
     name_slots,
     readable,
@@ -329,6 +330,7 @@ def _fake_forward(
     wgrad: bool,
     stays: Any,
 ) -> Any:
+    have_table_made(w1)
     (tokens, hidden), experts, reference = x.shape, w1.shape[0], in_torch_arithmetic(x)
     way, _ = _scheme_of(recipe, reference=reference)
     act_input = x.new_empty(tokens if saves else 0, w1.shape[1])

@@ -6,6 +6,7 @@ weights that lie too far apart for that; who rebinds a weight's memory gets anot
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -94,7 +95,6 @@ class ExpertsCache:
     def __init__(self) -> None:
         self._known: dict[str, list[tuple[Any, Experts]]] = {}  # the last one first
         self._captured: dict[tuple[Any, ...], Experts] = {}
-        self._in_order: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> ExpertsCache:
         return ExpertsCache()  # of other weights; and a view's memory must not be copied
@@ -147,11 +147,15 @@ class ExpertsCache:
         """Each call makes a new value of two tensors that are there: nothing to look up, or to keep alive."""
         if not tensor.is_contiguous() or tensor.data_ptr() % TMA_BYTES:
             Experts.of(name, list(tensor.unbind(0)))  # raises
-        key = tensor.shape[0], tensor.device
-        table = self._in_order.get(key)
-        if table is None:
-            table = self._in_order[key] = torch.arange(key[0], dtype=torch.int32, device=key[1])
-        return Experts(tensor, table)
+        return Experts(tensor, places_in_order(tensor.shape[0], tensor.device))
+
+
+@functools.cache
+def places_in_order(experts: int, device: torch.device) -> torch.Tensor:
+    """The table of so many experts one after the other, made once: whatever reads it later must find it. So whoever may be
+    called in the memory pool of a CUDA graph for the first time has it made before.
+    """
+    return torch.arange(experts, dtype=torch.int32, device=device)
 
 
 def _in_capture(tensor: torch.Tensor) -> bool:
