@@ -71,7 +71,7 @@ def grouped_mlp(
     ops = torch.ops.te_offload
     y: torch.Tensor
     if recipe is None:
-        y = ops.grouped_mlp(*given, saves, stays)[0]
+        y = ops.grouped_mlp(*given, saves, stays)
     else:
-        y = ops.grouped_mlp_quantized(*given, recipe, saves, w1.requires_grad, stays)[0]
+        y = ops.grouped_mlp_quantized(*given, recipe, saves, w1.requires_grad, stays)
     return y

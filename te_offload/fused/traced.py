@@ -25,6 +25,7 @@ from te_offload.fused.traced_call import (
     DEVICES,
     HOW,
     check,
+    define_differentiable,
     have_table_made,
     kernels_of,
     name_slots,
@@ -34,15 +35,14 @@ from te_offload.fused.traced_call import (
 from te_offload.ops import te_adapter
 from te_offload.slots import SlotName
 
-_FORWARD, _FC1_FORWARD, _FC2_FORWARD, _FC1_AGAIN, _FC2, _FC1 = (
-    f"te_offload::grouped_mlp{part}" for part in ("", "_fc1", "_fc2", "_fc1_again", "_fc2_backward", "_fc1_backward")
+_OP, _FORWARD, _FC1_FORWARD, _FC2_FORWARD, _FC1_AGAIN, _FC2, _FC1 = (
+    f"te_offload::grouped_mlp{part}"
+    for part in ("", "_forward", "_fc1", "_fc2", "_fc1_again", "_fc2_backward", "_fc1_backward")
 )
+_GIVEN = f"Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {HOW}, bool saves, str[] stays"
 
-torch.library.define(
-    _FORWARD,
-    f"(Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {HOW}, bool saves, str[] stays)"
-    " -> (Tensor, Tensor, Tensor)",
-)
+torch.library.define(_OP, f"({_GIVEN}) -> Tensor")
+torch.library.define(_FORWARD, f"({_GIVEN}) -> (Tensor, Tensor, Tensor)")
 torch.library.define(
     _FC1_FORWARD,
     f"(Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {HOW}, str[] stays) -> (Tensor, Tensor, Tensor)",
@@ -269,7 +269,7 @@ for _op, _computes, _says in (
 
 
 class _Differentiable(torch.autograd.Function):
-    """The whole op, in parts."""
+    """The op, in parts that know nothing of autograd, so that compiled graphs call them at once."""
 
     @staticmethod
     def forward(
@@ -280,28 +280,26 @@ class _Differentiable(torch.autograd.Function):
         split_sizes: torch.Tensor,
         scales: torch.Tensor | None,
         *how: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         """As the op."""
         *ctx.how, saves, stays = how
         given, ops = (x, w1, w2, split_sizes, scales, *ctx.how), torch.ops.te_offload
         with torch._C._AutoDispatchBelowAutograd():
             if saves:
                 fc2_input, offsets, act_input = ops.grouped_mlp_fc1(*given, stays)
-                y = ops.grouped_mlp_fc2(fc2_input, w2, split_sizes, *ctx.how)
+                y: torch.Tensor = ops.grouped_mlp_fc2(fc2_input, w2, split_sizes, *ctx.how)
             else:
-                y, offsets, act_input = ops.grouped_mlp(*given, saves, stays)
-        ctx.mark_non_differentiable(offsets, act_input)
-        ctx.again = not saves
-        reads_x = ctx.again or ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if reads_x else None, w1, w2, scales, offsets, None if ctx.again else act_input)
-        return y, offsets, act_input
+                (y, offsets, _), act_input = ops.grouped_mlp_forward(*given, saves, stays), None
+        reads_x = act_input is None or ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if reads_x else None, w1, w2, scales, offsets, act_input)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         """Gradients by the forward's arguments."""
         x, w1, w2, scales, offsets, act_input = ctx.saved_tensors
         ops = torch.ops.te_offload
-        if ctx.again:
+        if act_input is None:
             act_input = ops.grouped_mlp_fc1_again(x, w1, offsets, *ctx.how)
         _, wgrad1, wgrad2, *_ = ctx.needs_input_grad
         of_fc2 = dy, w2, scales, offsets, act_input
@@ -312,11 +310,9 @@ class _Differentiable(torch.autograd.Function):
         return dx, dw1 if wgrad1 else None, dw2 if wgrad2 else None, None, by_scales, *[None] * 5
 
 
-def _autograd(*given: Any) -> Any:
-    if torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in given):
-        return _Differentiable.apply(*given)  # type: ignore[no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.te_offload.grouped_mlp(*given)
+def _whole(*given: Any) -> torch.Tensor:
+    y: torch.Tensor = torch.ops.te_offload.grouped_mlp_forward(*given)[0]
+    return y
 
 
-torch.library.impl(_FORWARD, "Autograd", _autograd)
+define_differentiable(_OP, _whole, _Differentiable)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -157,3 +157,28 @@ def name_slots(slots: Iterable[tuple[SlotName, torch.Tensor]], stays: Sequence[s
     observer = None if top is None else getattr(top[0], "__self__", None)
     if isinstance(observer, StorageObserver):
         observer.name_storages(TENSORS_OP, [(name, tensor, name.value in stays) for name, tensor in slots])
+
+
+def define_differentiable(
+    op: str, computes: Callable[..., torch.Tensor], function: type[torch.autograd.Function]
+) -> None:
+    """Register an op that computes one tensor like its first argument.
+
+    Args:
+        op: its name, of a schema that is defined. computes: it. function: the same, with gradients, whose forward calls
+            ops below autograd, as what is traced will.
+    """
+
+    def differentiates(*given: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in given):
+            return function.apply(*given)
+        with torch._C._AutoDispatchBelowAutograd():
+            return computes(*given)
+
+    def says(x: torch.Tensor, w1: torch.Tensor, *_: Any) -> torch.Tensor:
+        have_table_made(w1)
+        return x.new_empty(x.shape)
+
+    torch.library.impl(op, DEVICES, computes)
+    torch.library.register_fake(op, says)
+    torch.library.impl(op, "Autograd", differentiates)

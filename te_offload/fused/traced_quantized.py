@@ -29,6 +29,7 @@ from te_offload.fused.traced_call import (
     HOW,
     activation_of,
     check,
+    define_differentiable,
     have_table_made,
     kernels_of,
     name_slots,
@@ -37,17 +38,20 @@ from te_offload.fused.traced_call import (
 )
 from te_offload.slots import SlotName
 
-_FORWARD, _FC1_AGAIN, _FC2, _FC1 = (
-    f"te_offload::grouped_mlp_quantized{part}" for part in ("", "_fc1_again", "_fc2_backward", "_fc1_backward")
+_OP, _FORWARD, _FC1_AGAIN, _FC2, _FC1 = (
+    f"te_offload::grouped_mlp_quantized{part}"
+    for part in ("", "_forward", "_fc1_again", "_fc2_backward", "_fc1_backward")
 )
 _BLOCK = 128  # tokens that share a scale
 _OF_ONE_SCALE = 1 + len(Kept._fields)  # tensors, without a factor for each row
 
-torch.library.define(
-    _FORWARD,
-    f"(Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {HOW}, str recipe, bool saves, bool wgrad, "
-    "str[] stays) -> (Tensor, Tensor, Tensor, Tensor[])",
+_GIVEN = (
+    f"Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {HOW}, str recipe, bool saves, bool wgrad, "
+    "str[] stays"
 )
+
+torch.library.define(_OP, f"({_GIVEN}) -> Tensor")
+torch.library.define(_FORWARD, f"({_GIVEN}) -> (Tensor, Tensor, Tensor, Tensor[])")
 torch.library.define(
     _FC1_AGAIN,
     f"(Tensor? x, Tensor w1, Tensor? scales, Tensor offsets, Tensor[] kept, {HOW}, str recipe) -> Tensor",
@@ -379,34 +383,49 @@ for _op, _computes, _says in (
 # For autograd ------------------------------------------------------------------------------------------------------------
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    x, w1, w2, _, scales, *ctx.how, saves, _, stays = inputs
-    ctx.lists = inputs[6], stays
-    _, offsets, act_input, kept = output
-    ctx.mark_non_differentiable(offsets, act_input, *kept)
-    ctx.again = not saves
-    ctx.save_for_backward(
-        None if kept or not ctx.again else x, w1, w2, scales, offsets, None if ctx.again else act_input, *kept
-    )
+class _Differentiable(torch.autograd.Function):
+    """See `traced`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        split_sizes: torch.Tensor,
+        scales: torch.Tensor | None,
+        *how: Any,
+    ) -> torch.Tensor:
+        """As the op."""
+        *ctx.how, saves, _, _ = how
+        with torch._C._AutoDispatchBelowAutograd():
+            given = x, w1, w2, split_sizes, scales, *how
+            y, offsets, act_input, kept = torch.ops.te_offload.grouped_mlp_quantized_forward(*given)
+        saved = None if kept or saves else x, w1, w2, scales, offsets, act_input if saves else None
+        ctx.save_for_backward(*saved, *kept)
+        found: torch.Tensor = y
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients by the forward's arguments."""
+        x, w1, w2, scales, offsets, act_input, *kept = ctx.saved_tensors
+        ops = torch.ops.te_offload
+        if act_input is None:
+            act_input = ops.grouped_mlp_quantized_fc1_again(x, w1, scales, offsets, kept, *ctx.how)
+        _, wgrad1, wgrad2, *_ = ctx.needs_input_grad
+        of_fc2 = dy, w2, scales, offsets, act_input, kept
+        dact_input, dw2, dscales, work, most = ops.grouped_mlp_quantized_fc2_backward(*of_fc2, *ctx.how, wgrad2)
+        del act_input, of_fc2
+        of_fc1 = dact_input, most, x, w1, offsets, kept, work
+        dx, dw1 = ops.grouped_mlp_quantized_fc1_backward(*of_fc1, *ctx.how, wgrad1)
+        by_scales = None if scales is None else dscales.reshape(scales.shape).to(scales.dtype)
+        return dx, dw1 if wgrad1 else None, dw2 if wgrad2 else None, None, by_scales, *[None] * 7
 
 
-def _backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    x, w1, w2, scales, offsets, act_input, *kept = ctx.saved_tensors
-    ops = torch.ops.te_offload
-    if ctx.again:
-        act_input = ops.grouped_mlp_quantized_fc1_again(x, w1, scales, offsets, kept, *ctx.how)
-    _, wgrad1, wgrad2, *_ = ctx.needs_input_grad
-    dact_input, dw2, dscales, work, most = ops.grouped_mlp_quantized_fc2_backward(
-        dy, w2, scales, offsets, act_input, kept, *ctx.how, wgrad2
-    )
-    del act_input
-    of_fc1 = dact_input, most, x, w1, offsets, kept, work
-    dx, dw1 = ops.grouped_mlp_quantized_fc1_backward(*of_fc1, *ctx.how, wgrad1)
-    by_scales = None if scales is None else dscales.reshape(scales.shape).to(scales.dtype)
-    # Torch takes empty lists for lists of tensors, whose gradients are lists.
-    of_numbers, of_stays = (None if given else list[None]() for given in ctx.lists)
-    of_tensors = dx, dw1 if wgrad1 else None, dw2 if wgrad2 else None, None, by_scales
-    return *of_tensors, None, of_numbers, None, None, None, None, of_stays
+def _whole(*given: Any) -> torch.Tensor:
+    y: torch.Tensor = torch.ops.te_offload.grouped_mlp_quantized_forward(*given)[0]
+    return y
 
 
-torch.library.register_autograd(_FORWARD, _backward, setup_context=_save)
+define_differentiable(_OP, _whole, _Differentiable)

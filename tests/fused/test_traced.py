@@ -52,7 +52,9 @@ def test_what_torch_asks_of_an_op_holds(activation: str) -> None:
         torch.library.opcheck(torch.ops.te_offload.grouped_mlp.default, (*inputs, saves, []))
     ops, how = torch.ops.te_offload, (gate, list(numbers), interleave)
     x, w1, w2, scales = (given[name].detach() for name in ("x", "w1", "w2", "scales"))
-    y, offsets, act_input = ops.grouped_mlp(x, w1, w2, given["split_sizes"], scales, *how, True, [])
+    whole: Any = x, w1, w2, given["split_sizes"], scales, *how, True, []
+    torch.library.opcheck(ops.grouped_mlp_forward.default, whole)
+    y, offsets, act_input = ops.grouped_mlp_forward(*whole)
     torch.library.opcheck(ops.grouped_mlp_fc1.default, (x, w1, w2, given["split_sizes"], scales, *how, []))
     fc2_input, *others = ops.grouped_mlp_fc1(x, w1, w2, given["split_sizes"], scales, *how, [])
     torch.library.opcheck(ops.grouped_mlp_fc2.default, (fc2_input, w2, given["split_sizes"], *how))

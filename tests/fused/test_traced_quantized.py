@@ -75,9 +75,9 @@ def test_what_torch_asks_of_an_op_holds(activation: str, recipe: str, *, again: 
     of_forward = *(given[name] for name in ("x", "w1", "w2", "split_sizes", "scales")), *how, not again, True, []
     torch.library.opcheck(registered.grouped_mlp_quantized.default, of_forward)
     x, w1, w2, scales = (given[name].detach() for name in ("x", "w1", "w2", "scales"))
-    y, offsets, act_input, kept = registered.grouped_mlp_quantized(
-        x, w1, w2, given["split_sizes"], scales, *how, not again, True, []
-    )
+    whole: Any = x, w1, w2, given["split_sizes"], scales, *how, not again, True, []
+    torch.library.opcheck(registered.grouped_mlp_quantized_forward.default, whole)
+    y, offsets, act_input, kept = registered.grouped_mlp_quantized_forward(*whole)
     saved = x if again and not kept else None
     if again:
         of_again = saved, w1, scales, offsets, kept, *how
