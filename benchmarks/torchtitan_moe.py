@@ -8,9 +8,9 @@ stock `GroupedExperts`, its ``fused_grouped_experts`` override, those of its `Fl
 dispatcher that this brings (FP8 with a scale a row; needs torchao), or ours; ours and the fused ones have the same
 parameters. Layers may be within torch's checkpoint, as torchtitan's full activation checkpointing has them, or compiled as
 its `apply_compile` has blocks (``fullgraph=True``), and then in inductor's CUDA graphs (``mode="reduce-overhead"``), which
-torchtitan does not ask for. A step is a forward and a backward
-from an idle GPU to an idle GPU; all ways take their turns in each round. ``peak`` is over what torch had allocated at the
-step's begin; what is in CUDA graphs has its memory for good, and no peak. A gradient is given up as soon as it is there, as FSDP does with whole ones. Bits are not compared: torch adds
+torchtitan does not ask for. A step is a forward and a backward from an idle GPU to an idle GPU; ways take turns in
+each round. ``peak`` is over what torch had allocated at the step's begin; what is in CUDA graphs has its memory for good,
+and no peak. A gradient is given up as soon as it is there, as FSDP does with whole ones. Bits are not compared: torch adds
 up rows of a token in any order, with and without us; tests compare them with two experts a token, where none matters.
 """
 
@@ -283,6 +283,7 @@ def main() -> None:
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     warnings.simplefilter("ignore")
     torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan's apply_compile
+    torch._dynamo.config.recompile_limit = len(WAYS)  # each way's layers are compiled once
     if not hasattr(torch.compiler, "_is_non_strict_tracing"):  # of newer torches: a compiler's question, no here
         torch.compiler._is_non_strict_tracing = lambda: False  # type: ignore[attr-defined]
     shape = Shape(*(getattr(arguments, name) for name in Shape._fields))

@@ -5,9 +5,9 @@ gradients by autograd. Keeps true: kernels, and bits, are those of `HopperGroupe
 backward reads are tensors that whoever traces it sees: checkpoints, partitioners, saved-tensor hooks. Does not: take
 biases or separate weights, or quantize (`traced_quantized`). `te_offload.functional` calls it.
 
-The backward is two ops, so that what the first one alone reads is given up before the second makes its gradients. So is the
-forward where it saves the activation's input: of a checkpoint's second forward a compiler leaves FC2's out, which nobody
-reads.
+The backward is three ops, so that what one alone reads is given up before the next makes its gradients: FC1's weight
+gradients come first, since without its input there is room for the gradient by that. The forward is two where it saves the
+activation's input: of a checkpoint's second forward a compiler leaves FC2's out, which nobody reads.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from te_offload.fused.traced_call import (
 from te_offload.ops import te_adapter
 from te_offload.slots import SlotName
 
-_OP, _FORWARD, _FC1_FORWARD, _FC2_FORWARD, _FC1_AGAIN, _FC2, _FC1 = (
+_OP, _FORWARD, _FC1_FORWARD, _FC2_FORWARD, _FC1_AGAIN, _FC2, _WGRAD, _DGRAD = (
     f"te_offload::grouped_mlp{part}"
-    for part in ("", "_forward", "_fc1", "_fc2", "_fc1_again", "_fc2_backward", "_fc1_backward")
+    for part in ("", "_forward", "_fc1", "_fc2", "_fc1_again", "_fc2_backward", "_fc1_wgrad", "_fc1_dgrad")
 )
 _GIVEN = f"Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {HOW}, bool saves, str[] stays"
 
@@ -54,9 +54,9 @@ torch.library.define(
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
-    _FC1,
-    f"(Tensor dact_input, Tensor? x, Tensor w1, Tensor offsets, Tensor(a!) work, {HOW}, bool wgrad) -> (Tensor, Tensor)",
+    _WGRAD, f"(Tensor dact_input, Tensor x, Tensor w1, Tensor offsets, Tensor(a!) work, {HOW}) -> Tensor"
 )
+torch.library.define(_DGRAD, f"(Tensor dact_input, Tensor w1, Tensor offsets, Tensor(a!) work, {HOW}) -> Tensor")
 torch.library.define(_FC1_AGAIN, f"(Tensor x, Tensor w1, Tensor offsets, {HOW}) -> Tensor")
 
 
@@ -191,31 +191,41 @@ def _fc2_backward(
     return dact_input, dw2, dscales, work
 
 
-def _fc1_backward(
+def _fc1_wgrad(
     dact_input: torch.Tensor,
-    x: torch.Tensor | None,
+    x: torch.Tensor,
     w1: torch.Tensor,
     offsets: torch.Tensor,
     work: torch.Tensor,
     gate: str,
     numbers: Sequence[float],
     interleave: int,
-    wgrad: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients by x, and by w1 (empty if not asked for)."""
+) -> torch.Tensor:
+    """The gradient by w1, of which only the size is read."""
+    kernels, dw1 = kernels_of(quantized.DENSE, dact_input, gate, numbers, interleave), torch.empty_like(w1)
+    if not dact_input.shape[0]:
+        return dw1.zero_()
+    grads, order = kernels.prepare("w1's gradient", dw1), Orders.within(work, w1.shape[0]).fc1_wgrad
+    kernels.fc1_wgrad(dact_input, readable(x), offsets, grads, accumulate=False, order=order)
+    return dw1
+
+
+def _fc1_dgrad(
+    dact_input: torch.Tensor,
+    w1: torch.Tensor,
+    offsets: torch.Tensor,
+    work: torch.Tensor,
+    gate: str,
+    numbers: Sequence[float],
+    interleave: int,
+) -> torch.Tensor:
+    """The gradient by x."""
     kernels = kernels_of(quantized.DENSE, dact_input, gate, numbers, interleave)
-    weights1, orders = kernels.prepare("w1", w1), Orders.within(work, w1.shape[0])
     dx = dact_input.new_empty(dact_input.shape[0], w1.shape[2])
-    if not wgrad:
-        kernels.fc1_dgrad(dact_input, weights1, offsets, dx, orders.fc1_dgrad)
-        return dx, w1.new_empty(0)
-    dw1 = torch.empty_like(w1)
-    if not dx.shape[0]:
-        return dx, dw1.zero_()
-    assert x is not None
-    grads, ways = kernels.prepare("w1's gradient", dw1), {"order": orders.fc1_wgrad, "count": orders.fc1_dgrad}
-    kernels.fc1_backward(dact_input, readable(x), weights1, offsets, dx, grads, accumulate=False, **ways)
-    return dx, dw1
+    if dx.shape[0]:
+        count = Orders.within(work, w1.shape[0]).fc1_dgrad
+        kernels.fc1_dgrad(dact_input, kernels.prepare("w1", w1), offsets, dx, count)
+    return dx
 
 
 # For whoever traces ------------------------------------------------------------------------------------------------------
@@ -249,9 +259,12 @@ def _fake_fc2_backward(dy: Any, w2: Any, scales: Any, offsets: Any, act_input: A
     return torch.empty_like(act_input), dw2, dscales, offsets.new_empty(room)
 
 
-def _fake_fc1_backward(dact_input: Any, x: Any, w1: Any, *how: Any) -> Any:
-    dw1 = torch.empty_like(w1) if how[-1] else w1.new_empty(0)
-    return dact_input.new_empty(dact_input.shape[0], w1.shape[2]), dw1
+def _fake_fc1_wgrad(dact_input: Any, x: Any, w1: Any, *_: Any) -> Any:
+    return torch.empty_like(w1)
+
+
+def _fake_fc1_dgrad(dact_input: Any, w1: Any, *_: Any) -> Any:
+    return dact_input.new_empty(dact_input.shape[0], w1.shape[2])
 
 
 for _op, _computes, _says in (
@@ -260,7 +273,8 @@ for _op, _computes, _says in (
     (_FC2_FORWARD, _fc2_forward, _fake_fc2_forward),
     (_FC1_AGAIN, _fc1_again, _fake_fc1_again),
     (_FC2, _fc2_backward, _fake_fc2_backward),
-    (_FC1, _fc1_backward, _fake_fc1_backward),
+    (_WGRAD, _fc1_wgrad, _fake_fc1_wgrad),
+    (_DGRAD, _fc1_dgrad, _fake_fc1_dgrad),
 ):
     torch.library.impl(_op, DEVICES, _computes)
     torch.library.register_fake(_op, _says)
@@ -301,13 +315,15 @@ class _Differentiable(torch.autograd.Function):
         ops = torch.ops.te_offload
         if act_input is None:
             act_input = ops.grouped_mlp_fc1_again(x, w1, offsets, *ctx.how)
-        _, wgrad1, wgrad2, *_ = ctx.needs_input_grad
+        dgrad, wgrad1, wgrad2, *_ = ctx.needs_input_grad
         of_fc2 = dy, w2, scales, offsets, act_input
         dact_input, dw2, dscales, work = ops.grouped_mlp_fc2_backward(*of_fc2, *ctx.how, wgrad2)
         del act_input, of_fc2
-        dx, dw1 = ops.grouped_mlp_fc1_backward(dact_input, x, w1, offsets, work, *ctx.how, wgrad1)
+        dw1 = ops.grouped_mlp_fc1_wgrad(dact_input, x, w1, offsets, work, *ctx.how) if wgrad1 else None
+        del x
+        dx = ops.grouped_mlp_fc1_dgrad(dact_input, w1, offsets, work, *ctx.how) if dgrad else None
         by_scales = None if scales is None else dscales.reshape(scales.shape).to(scales.dtype)
-        return dx, dw1 if wgrad1 else None, dw2 if wgrad2 else None, None, by_scales, *[None] * 5
+        return dx, dw1, dw2 if wgrad2 else None, None, by_scales, *[None] * 5
 
 
 def _whole(*given: Any) -> torch.Tensor:

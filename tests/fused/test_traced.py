@@ -63,7 +63,8 @@ def test_what_torch_asks_of_an_op_holds(activation: str) -> None:
     of_fc2 = torch.ones_like(y), w2, scales, offsets, act_input, *how, True
     torch.library.opcheck(ops.grouped_mlp_fc2_backward.default, of_fc2)
     dact_input, _, _, work = ops.grouped_mlp_fc2_backward(*of_fc2)
-    torch.library.opcheck(ops.grouped_mlp_fc1_backward.default, (dact_input, x, w1, offsets, work, *how, True))
+    torch.library.opcheck(ops.grouped_mlp_fc1_wgrad.default, (dact_input, x, w1, offsets, work, *how))
+    torch.library.opcheck(ops.grouped_mlp_fc1_dgrad.default, (dact_input, w1, offsets, work, *how))
     torch.library.opcheck(ops.grouped_mlp_fc1_again.default, (x, w1, offsets, *how))
 
 
@@ -160,7 +161,10 @@ def test_a_checkpoints_second_forward_leaves_fc2_out_where_it_is_compiled() -> N
     expected = step(grouped_mlp, tensors("swiglu"), "swiglu")
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     assert_same_bits(expected, step(compiled, tensors("swiglu"), "swiglu"))
-    of_backward = ["grouped_mlp_fc1", "grouped_mlp_fc2_backward"]  # and FC1's, which has another name, since it mutates
+    of_backward = [
+        "grouped_mlp_fc1",
+        "grouped_mlp_fc2_backward",
+    ]  # and FC1's two, which have other names, since they mutate
     assert found == [["grouped_mlp_fc1", "grouped_mlp_fc2"], of_backward]
 
 

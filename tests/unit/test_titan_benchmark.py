@@ -46,5 +46,6 @@ def test_every_way_in_bf16_of_ours_and_of_the_stock_experts_runs_with_parameters
 
 def test_the_table_has_medians_and_mebibytes() -> None:
     row: dict[str, Any] = {"name": "some", "ms": [1.0, 3.0, 2.0], "peak_bytes": 3 << 20, "bytes_out": 1 << 20}
-    text = table(SHAPE, [row])
+    text = table(SHAPE, [row | {"graphs": False}, row | {"name": "other", "graphs": True}])
     assert "tokens 4096; bf16" in text and "| some | 2.0 (1.0, 3.0) | 3 | 1 |" in text
+    assert "| other | 2.0 (1.0, 3.0) | in the graphs | 1 |" in text
