@@ -12,8 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from te_offload.errors import ArgumentError
-from te_offload.fused import traced as _traced  # noqa: F401  registers the op
-from te_offload.fused import traced_quantized as _traced_quantized  # noqa: F401  as this does
+from te_offload.fused import traced_flops as _traced_flops  # noqa: F401  registers the ops, too
 from te_offload.fused.quantized import RECIPES as RECIPES
 
 SLOTS = ("fc1_input", "act_input", "fc2_input")

@@ -14,7 +14,7 @@ import transformer_engine.pytorch as te
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason, SlotName
 from te_offload.errors import ArgumentError, PlanError, UnsupportedError
@@ -144,28 +144,43 @@ def test_within_a_checkpoint_bits_are_the_same(*, compiled: bool) -> None:
     assert_same_bits(expected, step(found, given, "swiglu"))
 
 
-def test_a_checkpoints_second_forward_leaves_fc2_out_where_it_is_compiled() -> None:
-    found: list[list[str]] = []
+class GraphsOfAStep:
+    """Of a forward and its backward, compiled within a checkpoint: the ops in them that mutate nothing, and the shapes of
+    what the backward gets. ``options``: of torch's checkpoint.
+    """
 
-    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def __init__(self, **options: Any) -> None:
+        self.ops: list[list[str]] = []
+        self.shapes: list[tuple[int, ...]] = []
+
+        def function(**given: Any) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(functools.partial(grouped_mlp, **given), use_reentrant=False, **options)
+            return y
+
+        backend = aot_autograd(fw_compiler=self._compile, partition_fn=min_cut_rematerialization_partition)
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        self.found = step(compiled, tensors("swiglu"), "swiglu")
+
+    def _compile(self, graph: torch.fx.GraphModule, given: Any) -> Any:
         names = [str(node.target) for node in graph.graph.nodes]
-        found.append([name.split(".")[1] for name in names if name.startswith("te_offload.")])
+        self.ops.append([name.split(".")[1] for name in names if name.startswith("te_offload.")])
+        self.shapes = [tuple(one.shape) for one in given if isinstance(one, torch.Tensor)]
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
 
-    def function(**given: Any) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(functools.partial(grouped_mlp, **given), use_reentrant=False)
-        return y
+def test_a_checkpoints_second_forward_leaves_fc2_out_where_it_is_compiled() -> None:
+    graphs = GraphsOfAStep()
+    assert_same_bits(step(grouped_mlp, tensors("swiglu"), "swiglu"), graphs.found)
+    assert graphs.ops == [["grouped_mlp_fc1", "grouped_mlp_fc2"], ["grouped_mlp_fc1", "grouped_mlp_fc2_backward"]]
+    assert (sum(SPLITS), 2 * FFN) not in graphs.shapes
 
-    expected = step(grouped_mlp, tensors("swiglu"), "swiglu")
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    assert_same_bits(expected, step(compiled, tensors("swiglu"), "swiglu"))
-    of_backward = [
-        "grouped_mlp_fc1",
-        "grouped_mlp_fc2_backward",
-    ]  # and FC1's two, which have other names, since they mutate
-    assert found == [["grouped_mlp_fc1", "grouped_mlp_fc2"], of_backward]
+
+def test_a_selective_checkpoint_may_keep_what_fc1_gives_for_the_backward_and_nothing_more() -> None:
+    kept: Any = [torch.ops.te_offload.grouped_mlp_fc1.default]
+    graphs = GraphsOfAStep(context_fn=functools.partial(create_selective_checkpoint_contexts, kept))
+    assert_same_bits(step(grouped_mlp, tensors("swiglu"), "swiglu"), graphs.found)
+    assert graphs.ops == [["grouped_mlp_fc1", "grouped_mlp_fc2"], ["grouped_mlp_fc2_backward"]]
+    assert (sum(SPLITS), 2 * FFN) in graphs.shapes and (sum(SPLITS), FFN) not in graphs.shapes
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
