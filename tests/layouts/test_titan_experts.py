@@ -21,6 +21,7 @@ from te_offload import OffloadSession, Reason, ops
 from te_offload.errors import ArgumentError, NotInstalledError, UnsupportedError
 from te_offload.fused import fusions_in, hopper
 from te_offload.fused.given import GivenGroupedLinear
+from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.ops import inside
 from te_offload.slots import Fate
 from tests.support.mlp import assert_same_bits
@@ -152,6 +153,35 @@ def test_compiled_as_a_whole_it_has_the_bits_of_eager_steps_and_a_session_change
             if again != "layer":
                 assert rows["layer0/grouped_mlp.fc1_input"] is Fate.KEPT
             assert ("layer0/grouped_mlp.act_input" in rows) is (again == "")
+
+
+@pytest.mark.usefixtures("_traced_as_torchtitan_has_it")
+@pytest.mark.parametrize("keeps", [False, True], ids=["its own ops", "and FC1's results"])
+def test_compiled_under_torchtitans_selective_checkpoint_fc1_is_computed_again_unless_its_op_is_to_be_saved(
+    monkeypatch: pytest.MonkeyPatch, *, keeps: bool
+) -> None:
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+    class Policy(SelectiveAC):
+        def get_save_ops(self) -> set[Any]:
+            mine = {torch.ops.te_offload.grouped_mlp_fc1.default} if keeps else set()
+            return set(super().get_save_ops()) | mine
+
+    x, grad = inputs()
+    moe = make("ours")
+    expected, calls = step(moe, x, grad), []
+    original = ReferenceKernels.fc1_linear
+
+    def counted(self: ReferenceKernels, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(ReferenceKernels, "fc1_linear", counted)
+    wrapped = Policy(Policy.Config())._wrap_block(moe)
+    wrapped.compile(backend="aot_eager", fullgraph=True)
+    found = {name.replace("_checkpoint_wrapped_module.", ""): one for name, one in step(wrapped, x, grad).items()}
+    assert_same_bits(expected, found)
+    assert len(calls) == (1 if keeps else 2)
 
 
 @pytest.mark.usefixtures("_traced_as_torchtitan_has_it")
