@@ -145,8 +145,10 @@ def router_scales(given: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
 
 
 def have_table_made(weights: torch.Tensor) -> None:
-    """Before the first call, which may be in the memory pool of a CUDA graph. ``weights``: (N, ...), where it is traced."""
-    if not in_torch_arithmetic(weights) and isinstance(weights.shape[0], int):
+    """Before the first call, which may be in the memory pool of a CUDA graph. ``weights``: (N, ...), where it is traced,
+    on a machine that may have no such device.
+    """
+    if not in_torch_arithmetic(weights) and isinstance(weights.shape[0], int) and torch.cuda.is_available():
         with _disable_current_modes():
             places_in_order(weights.shape[0], weights.device)
 

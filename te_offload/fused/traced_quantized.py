@@ -100,13 +100,22 @@ def _check_sizes(w1: torch.Tensor, w2: torch.Tensor, gate: str, interleave: int,
         ArgumentError: others.
     """
     reference = in_torch_arithmetic(w1)
-    way, _ = _scheme_of(recipe, reference=reference)
-    linears = [("FC1", _linear(w1)), ("FC2", _linear(w2))]
-    reason = quantized.structure_reason(linears, quantized.RECIPES[recipe](), reference=reference)
-    if reason is None and gate and way != quantized.TENSOR_SCALES and not reference:
-        reason = activations.reason_of_halves(gate, interleave, w1.shape[1])
+    _scheme_of(recipe, reference=reference)
+    reason = _reason_of_sizes(w1.shape[1:], w2.shape[1:], gate, interleave, recipe, reference=reference)
     if reason is not None:
         raise ArgumentError(f"grouped_mlp: recipe={recipe!r} does not take these sizes: {reason}.")
+
+
+@functools.cache
+def _reason_of_sizes(
+    first: torch.Size, second: torch.Size, gate: str, interleave: int, recipe: str, *, reference: bool
+) -> str | None:
+    linears = [(name, LinearWeights(size[0], size[1], ())) for name, size in (("FC1", first), ("FC2", second))]
+    made = quantized.RECIPES[recipe]()
+    reason = quantized.structure_reason(linears, made, reference=reference)
+    if reason is None and gate and quantized.way_of(made) != quantized.TENSOR_SCALES and not reference:
+        reason = activations.reason_of_halves(gate, interleave, first[0])
+    return reason
 
 
 def _linear(weights: torch.Tensor | None) -> LinearWeights:
