@@ -39,14 +39,11 @@ _OP, _FORWARD, _FC1_FORWARD, _FC2_FORWARD, _FC1_AGAIN, _FC2, _WGRAD, _DGRAD = (
     f"te_offload::grouped_mlp{part}"
     for part in ("", "_forward", "_fc1", "_fc2", "_fc1_again", "_fc2_backward", "_fc1_wgrad", "_fc1_dgrad")
 )
-_GIVEN = f"Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {HOW}, bool saves, str[] stays"
+_GIVEN = f"Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {HOW}"
 
-torch.library.define(_OP, f"({_GIVEN}) -> Tensor")
-torch.library.define(_FORWARD, f"({_GIVEN}) -> (Tensor, Tensor, Tensor)")
-torch.library.define(
-    _FC1_FORWARD,
-    f"(Tensor x, Tensor w1, Tensor w2, Tensor split_sizes, Tensor? scales, {HOW}, str[] stays) -> (Tensor, Tensor, Tensor)",
-)
+torch.library.define(_OP, f"({_GIVEN}, bool saves, str[] stays) -> Tensor")
+torch.library.define(_FORWARD, f"({_GIVEN}, str[] stays) -> (Tensor, Tensor)")
+torch.library.define(_FC1_FORWARD, f"({_GIVEN}, str[] stays) -> (Tensor, Tensor, Tensor)")
 torch.library.define(_FC2_FORWARD, f"(Tensor fc2_input, Tensor w2, Tensor split_sizes, {HOW}) -> Tensor")
 torch.library.define(
     _FC2,
@@ -69,10 +66,9 @@ def _forward(
     gate: str,
     numbers: Sequence[float],
     interleave: int,
-    saves: bool,
     stays: Sequence[str],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, offsets of experts (N + 1,), and the activation's input, empty unless the backward gets it from here.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Y and offsets of experts (N + 1,), where no backward gets the activation's input from here.
 
     Args:
         stays: names of slots that are to stay on the device. The rest as of `te_offload.functional.grouped_mlp`.
@@ -81,14 +77,10 @@ def _forward(
     y = x.new_empty(x.shape)
     offsets, counts = kernels.offsets(split_sizes, y)
     weights1, weights2 = kernels.prepare("w1", w1), kernels.prepare("w2", w2)
-    of_fc1 = x, weights1, None, router_scales(scales, x), offsets, counts.fc1
-    if saves:
-        act_input, fc2_input = kernels.fc1(*of_fc1)
-    else:
-        act_input, fc2_input = x.new_empty(0, w1.shape[1]), kernels.fc1_activated(*of_fc1)
+    fc2_input = kernels.fc1_activated(x, weights1, None, router_scales(scales, x), offsets, counts.fc1)
     kernels.fc2(fc2_input, weights2, None, None, offsets, y, counts.fc2)
-    name_slots([(SlotName.FC1_INPUT, given), *([(SlotName.ACT_INPUT, act_input)] if saves else [])], stays)
-    return y, offsets, act_input
+    name_slots([(SlotName.FC1_INPUT, given)], stays)
+    return y, offsets
 
 
 def _fc1_forward(
@@ -231,11 +223,9 @@ def _fc1_dgrad(
 # For whoever traces ------------------------------------------------------------------------------------------------------
 
 
-def _fake_forward(x: Any, w1: Any, w2: Any, split_sizes: Any, *how: Any) -> Any:
+def _fake_forward(x: Any, w1: Any, w2: Any, split_sizes: Any, *_: Any) -> Any:
     have_table_made(w1)
-    offsets = split_sizes.new_empty(split_sizes.shape[0] + 1, dtype=torch.int32)
-    *_, saves, _ = how
-    return x.new_empty(x.shape), offsets, x.new_empty(x.shape[0] if saves else 0, w1.shape[1])
+    return x.new_empty(x.shape), split_sizes.new_empty(split_sizes.shape[0] + 1, dtype=torch.int32)
 
 
 def _fake_fc1_forward(x: Any, w1: Any, w2: Any, split_sizes: Any, *_: Any) -> Any:
@@ -303,7 +293,7 @@ class _Differentiable(torch.autograd.Function):
                 fc2_input, offsets, act_input = ops.grouped_mlp_fc1(*given, stays)
                 y: torch.Tensor = ops.grouped_mlp_fc2(fc2_input, w2, split_sizes, *ctx.how)
             else:
-                (y, offsets, _), act_input = ops.grouped_mlp_forward(*given, saves, stays), None
+                (y, offsets), act_input = ops.grouped_mlp_forward(*given, stays), None
         reads_x = act_input is None or ctx.needs_input_grad[1]
         ctx.save_for_backward(x if reads_x else None, w1, w2, scales, offsets, act_input)
         return y
@@ -327,7 +317,9 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _whole(*given: Any) -> torch.Tensor:
-    y: torch.Tensor = torch.ops.te_offload.grouped_mlp_forward(*given)[0]
+    """The op where no backward follows, whatever was to be saved."""
+    *others, _, stays = given
+    y: torch.Tensor = torch.ops.te_offload.grouped_mlp_forward(*others, stays)[0]
     return y
 
 

@@ -20,6 +20,7 @@ from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason, SlotName
 from te_offload.errors import ArgumentError, PlanError, UnsupportedError
 from te_offload.functional import grouped_mlp
 from te_offload.fused import hopper, traced_call
+from te_offload.fused.kernels.reference import ReferenceKernels
 from te_offload.offload.others import OtherSlots
 from tests.support.mlp import assert_same_bits
 from tests.support.traced import FFN, HIDDEN, HOW, SPLITS, Layer, by_ops, run_layers, step, tensors
@@ -52,14 +53,13 @@ def test_what_torch_asks_of_an_op_holds(activation: str) -> None:
         torch.library.opcheck(torch.ops.te_offload.grouped_mlp.default, (*inputs, saves, []))
     ops, how = torch.ops.te_offload, (gate, list(numbers), interleave)
     x, w1, w2, scales = (given[name].detach() for name in ("x", "w1", "w2", "scales"))
-    whole: Any = x, w1, w2, given["split_sizes"], scales, *how, True, []
+    whole: Any = x, w1, w2, given["split_sizes"], scales, *how, []
     torch.library.opcheck(ops.grouped_mlp_forward.default, whole)
-    y, offsets, act_input = ops.grouped_mlp_forward(*whole)
-    torch.library.opcheck(ops.grouped_mlp_fc1.default, (x, w1, w2, given["split_sizes"], scales, *how, []))
-    fc2_input, *others = ops.grouped_mlp_fc1(x, w1, w2, given["split_sizes"], scales, *how, [])
+    torch.library.opcheck(ops.grouped_mlp_fc1.default, whole)
+    fc2_input, offsets, act_input = ops.grouped_mlp_fc1(*whole)
     torch.library.opcheck(ops.grouped_mlp_fc2.default, (fc2_input, w2, given["split_sizes"], *how))
-    parts = ops.grouped_mlp_fc2(fc2_input, w2, given["split_sizes"], *how), *others
-    assert all(torch.equal(one, other) for one, other in zip(parts, (y, offsets, act_input), strict=True))
+    y = ops.grouped_mlp_fc2(fc2_input, w2, given["split_sizes"], *how)
+    assert all(torch.equal(*pair) for pair in zip((y, offsets), ops.grouped_mlp_forward(*whole), strict=True))
     of_fc2 = torch.ones_like(y), w2, scales, offsets, act_input, *how, True
     torch.library.opcheck(ops.grouped_mlp_fc2_backward.default, of_fc2)
     dact_input, _, _, work = ops.grouped_mlp_fc2_backward(*of_fc2)
@@ -75,6 +75,20 @@ def test_one_graph_serves_any_split_sizes_and_any_number_of_tokens_after_the_sec
         given = tensors("swiglu", splits)
         assert_same_bits(by_ops("swiglu", given), step(function, given, "swiglu"))
     assert counter.frame_count == 2  # the second one with any number of tokens
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "no gradient is needed"])
+def test_where_no_backward_follows_the_activations_input_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, *, grad: bool
+) -> None:
+    def stores(*_: Any) -> None:
+        raise AssertionError
+
+    expected = step(grouped_mlp, tensors("swiglu"), "swiglu")["y"]
+    monkeypatch.setattr(ReferenceKernels, "fc1", stores)
+    given = {name: one.detach() if grad else one for name, one in tensors("swiglu").items()}
+    with torch.set_grad_enabled(grad):
+        assert torch.equal(grouped_mlp(**given), expected)
 
 
 def noted_in(saved: list[torch.Tensor]) -> Any:
