@@ -20,8 +20,10 @@ except Exception as error:  # by what is missing, or built for another torch, an
 
 from te_offload import dynamo, fused, ops
 from te_offload.offload import (
+    DevicePeak,
     OffloadSession,
     Outcome,
+    Phase,
     Plan,
     PlannedSlot,
     Residency,
@@ -34,9 +36,11 @@ from te_offload.ops.host_numbers import numbers_on_host
 from te_offload.slots import Fate, Reason, SlotName
 
 __all__ = [
+    "DevicePeak",
     "Fate",
     "OffloadSession",
     "Outcome",
+    "Phase",
     "Plan",
     "PlannedSlot",
     "Reason",

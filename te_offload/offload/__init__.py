@@ -6,12 +6,14 @@ not: know what a GEMM is.
 
 from te_offload.offload.dropin import get_cpu_offload_context
 from te_offload.offload.plan import Plan, PlannedSlot
-from te_offload.offload.record import Outcome, Residency, SlotRecord, StepRecord, Window
+from te_offload.offload.record import DevicePeak, Outcome, Phase, Residency, SlotRecord, StepRecord, Window
 from te_offload.offload.session import OffloadSession
 
 __all__ = [
+    "DevicePeak",
     "OffloadSession",
     "Outcome",
+    "Phase",
     "Plan",
     "PlannedSlot",
     "Residency",

@@ -16,12 +16,13 @@ import torch
 
 from te_offload.offload import numa
 from te_offload.offload.decide import Rules
+from te_offload.offload.device_memory import Watermarks
 from te_offload.offload.forecast import bounds_for, departures_for, pace_for
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.measure import FinishedStep, resolve
 from te_offload.offload.mover import Counts, Mover
 from te_offload.offload.plan import Plan
-from te_offload.offload.record import StepRecord
+from te_offload.offload.record import Phase, StepRecord
 from te_offload.offload.returns import Returns
 from te_offload.offload.timeline import Departures, Pace
 from te_offload.offload.transfer import make_transfer
@@ -82,6 +83,8 @@ class Engine:
         times_next: whether the next one is timed in any case.
         owned_storages: of the parameters of layers, as far as looked up in this step.
         delays: whether copies out are queued by `commit_delayed`. delay: what that has won and lost.
+        foreseen: when bytes come back and leave in the first steps of the next plan; ``None``: they tell.
+        watermarks: of the device's memory, taken in timed steps; ``None``: nobody asks for them.
     """
 
     def __init__(
@@ -123,6 +126,8 @@ class Engine:
         self.delays = False
         self.delay = Delay()
         self._delayed: tuple[LayerVisit, float] | None = None
+        self.foreseen: tuple[Pace, Departures] | None = None
+        self.watermarks: Watermarks | None = None
         self._finished: collections.deque[FinishedStep | StepRecord] = collections.deque(maxlen=HISTORY)
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -151,6 +156,8 @@ class Engine:
         transfer.timed = self.times_next or self.steps < self._timed_until or self.steps % TIMED_EVERY == 0
         self.times_next = False
         self._begin()
+        if self.watermarks is not None and transfer.timed:
+            self.watermarks.begin()
 
     def _begin(self) -> None:
         self.mover.thread = threading.get_ident()
@@ -170,7 +177,15 @@ class Engine:
         visit = LayerVisit(layer, module, forward, self, stays)
         visit.waits_before = before, len(throttles)
         self.visits.append(visit)
+        if stays is Reason.NONE:
+            self.enter(visit, Phase.FORWARD)
         return visit
+
+    def enter(self, visit: LayerVisit, phase: Phase) -> None:
+        """A phase of a forward begins, if that is one of this step."""
+        if self.watermarks is not None and visit in self.visits[visit.number : visit.number + 1]:
+            self.watermarks.border(*visit.key, phase)
+            self.watermarks.holds(self.mover.counts.resident)
 
     def end_visit(self, visit: LayerVisit) -> None:
         """A forward has ended: its copies out are queued, now or later."""
@@ -203,6 +218,7 @@ class Engine:
             raised: whether an error ended it.
         """
         self.commit_delayed()
+        peaks = () if self.watermarks is None else self.watermarks.end()
         raised = raised or any(visit.aborted for visit in self.visits)
         self.mover.finish_use()
         self.mover.release_unreachable()
@@ -253,6 +269,7 @@ class Engine:
                 host_nodes=self._nodes,
                 host_failure=self.pool.failure,
                 unseen=unseen,
+                device_peaks=peaks,
             )
         )
 
@@ -346,8 +363,8 @@ class Engine:
     def _forget_times(self) -> None:
         """Another plan: what did not go has no times. The next steps are timed until there are some."""
         self._timed_plan = self.rules.plan
-        self.returns.pace = self._last_pace = None
-        self.mover.departures = self._last_departures = None
+        self._last_pace, self._last_departures = self.foreseen or (None, None)
+        self.returns.pace, self.mover.departures, self.foreseen = self._last_pace, self._last_departures, None
         self._adapted_to = self.steps - 1  # of the plan before
         self._timed_until = max(self._timed_until, self.steps + _TIMED_AGAIN)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 
+from te_offload.offload.plan import Plan
 from te_offload.offload.record import StepRecord
 from te_offload.offload.timeline import (
     Bounds,
@@ -58,6 +59,19 @@ def parcels_of(record: StepRecord) -> dict[Key, list[Parcel]]:
         if goes or row.fate is Fate.KEPT:  # else it is nowhere until the backward
             parcels_here.append(Parcel(row.bytes_out if goes else row.nbytes, goes))
     return parcels
+
+
+def foreseen(record: StepRecord, plan: Plan, link: Link) -> tuple[Pace, Departures]:
+    """When bytes will come back and leave in steps of a plan, before there was one.
+
+    Args:
+        record: of a step with the same work. plan: made from it. link: the link's rates.
+    """
+    parcels: dict[Key, list[Parcel]] = {}
+    for slot in plan.slots:
+        parcels.setdefault((slot.name.split("/")[0], slot.forward), []).append(Parcel(slot.nbytes, slot.goes))
+    work = work_of(record)
+    return pace_of(work, parcels, link), departures_of(work, parcels, link)
 
 
 def bounds_for(record: StepRecord) -> Bounds | None:

@@ -13,7 +13,7 @@ import torch
 
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.mover import Counts
-from te_offload.offload.record import Outcome, Residency, SlotRecord, StepRecord, Window
+from te_offload.offload.record import DevicePeak, Outcome, Residency, SlotRecord, StepRecord, Window
 from te_offload.offload.saved import SlotEntry
 from te_offload.offload.timeline import Forecast
 from te_offload.offload.transfer import Mark, Transfer, duration
@@ -46,6 +46,7 @@ class FinishedStep:
     host_nodes: tuple[int, ...]
     host_failure: str | None
     unseen: int
+    device_peaks: tuple[DevicePeak, ...]
 
     def is_over(self) -> bool:
         """Whether the device has passed all of its marks."""
@@ -108,6 +109,7 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         step_ms=0.0 if clock is None else clock.milliseconds(step.began, step.ended),
         out_ms=0.0 if clock is None else sum(duration(clock, cargo.out) for cargo in copies if cargo.out),
         back_ms=0.0 if clock is None else sum(duration(clock, cargo.back) for cargo in copies if cargo.back),
+        device_peaks=step.device_peaks,
     )
     for visit in step.visits:  # the handles of a graph that lives on hold the visit, and need no more than its name
         visit.forget()

@@ -17,19 +17,22 @@ import torch
 
 from te_offload.errors import BudgetError, PlanError
 from te_offload.offload.decide import Rules
+from te_offload.offload.device_budget import Choice, DeviceBudget
 from te_offload.offload.engine import Engine
-from te_offload.offload.forecast import fewest_in_flight, work_of
+from te_offload.offload.forecast import fewest_in_flight, foreseen, parcels_of, work_of
 from te_offload.offload.link import probe_link
 from te_offload.offload.plan import Plan, PlannedSlot
 from te_offload.offload.policy import Policy
 from te_offload.offload.record import SlotRecord, StepRecord
-from te_offload.offload.timeline import Bounds, Forecast, Key, Link, Parcel, simulate
+from te_offload.offload.timeline import Bounds, Forecast, Key, Link, Parcel, follow, simulate
 from te_offload.slots import Fate, Reason
 from te_offload.units import format_bytes
 
 _MAY_GO = (Reason.NONE, Reason.PLAN, Reason.NO_ROOM)
 _BRUTE_FORCE = 12  # slots of a layer up to which all choices are tried
 _TOGETHER_EVERY = 64  # steps between the looks of ranks that plan together
+_PACED = 3  # steps of a plan, after which its copies have their pace
+_LOOKS_AGAIN = 6  # steps, after which ranks that plan together see what of the device their first plan takes
 
 
 class Planner:
@@ -50,6 +53,8 @@ class Planner:
         # this step, or of a later one, says so.
         self._fits: dict[tuple[str, int], int] | None = None
         self._looks_from = 0
+        self._planned_at = 0  # the first step of the plan
+        self._let_more_stay = False  # whether that was looked into
 
     def rules_for_next_step(self, rules: Rules, engine: Engine) -> Rules:
         """The session's rules with the plan for the step that begins now.
@@ -75,7 +80,8 @@ class Planner:
             return
         if self._fits is not None:
             saved = engine.latest_saved()
-            if saved is None or saved == self._fits:  # to write a record takes the host milliseconds
+            fits = saved is None or saved == self._fits
+            if fits and not self._over(engine):  # to write a record takes the host milliseconds
                 return
             self._fits, self._looks_from = None, engine.steps - 1
         record = engine.latest_record(wait=self.plan is None, complete=self.plan is not None)
@@ -83,21 +89,69 @@ class Planner:
             return
         # A step without times has no windows, nor has one of which others' hooks took all.
         if self.plan is None:
-            if record.index > 0 and record.windows and not engine.times_are_disturbed:
-                self.plan = make_plan(self._policy, record, self._rates(engine), _given(engine))
-        elif self.plan.drift(bytes_by_slot(record)) <= self._policy.replan_drift:
-            if record.index >= self._looks_from:
+            if record.index > 0 and self._tells(record) and not engine.times_are_disturbed:
+                self._plan_from(record, engine, strict=True)
+        elif (over := self._over(engine)) is not None:
+            self._plan_from(over, engine, strict=False)
+        elif not self._drifts(record):
+            if record.index >= self._looks_from and self._is_seen(record) and not self._lets_more_stay(record, engine):
                 self._fits = record.saved_by_forward
-        elif record.timed and record.windows:
+        elif record.timed and self._tells(record):
             self._link = None  # other jobs may share it by now
-            self.plan = make_plan(self._policy, record, self._rates(engine), _given(engine))
+            self._let_more_stay = False
+            self._plan_from(record, engine, strict=False)
         elif not record.timed:
             engine.times_next = True
+
+    def _plan_from(self, record: StepRecord, engine: Engine, *, strict: bool) -> None:
+        plan = make_plan(self._policy, record, self._rates(engine), _given(engine), strict=strict)
+        self._follow(plan, record, self._rates(engine), engine)
+
+    def _follow(self, plan: Plan, record: StepRecord, link: Link, engine: Engine) -> None:
+        self.plan, self._planned_at = plan, engine.steps
+        if self._policy.device_limit is not None:  # no step may take more, not even the first ones, which would tell
+            engine.foreseen = foreseen(record, plan, link)
+
+    def _over(self, engine: Engine) -> StepRecord | None:
+        """The last timed step, if that took more of the device than it may, and more could go."""
+        record = None if self._policy.device_limit is None else engine.latest_timed_record()
+        return record if record is not None and self._is_over(record) else None
+
+    def _is_over(self, record: StepRecord) -> bool:
+        if record.index < self._planned_at or self.plan is None or record.raised:
+            return False
+        limit, peak = self._policy.device_limit, record.device_peak
+        over = limit is not None and peak is not None and peak.nbytes > limit
+        return over and not all(slot.goes for slot in self.plan.slots)
+
+    def _tells(self, record: StepRecord) -> bool:
+        """Whether a plan can be made from a step."""
+        return bool(record.windows and (self._policy.device_limit is None or record.device_peaks))
+
+    def _is_seen(self, record: StepRecord) -> bool:
+        """Whether a step tells if the plan is as it should be: of the device's memory only one of its own does, in which
+        copies have their pace.
+        """
+        of_plan = record.index >= self._planned_at + _PACED and bool(record.device_peaks)
+        return self._policy.device_limit is None or of_plan
+
+    def _lets_more_stay(self, record: StepRecord, engine: Engine) -> bool:
+        """Whether there is a plan that sends less, now that a step of this one was seen; looked into once."""
+        assert self.plan is not None
+        if self._policy.device_limit is None or self._let_more_stay:
+            return False
+        self._let_more_stay = True
+        plan = make_plan(self._policy, record, self._rates(engine), _given(engine), strict=False)
+        if plan.bytes_going < self.plan.bytes_going:
+            self._follow(plan, record, self._rates(engine), engine)
+            return True
+        return False
 
     def _plan_together(self, engine: Engine) -> None:
         """The same steps on every rank: one collective, and none at other steps."""
         due = engine.steps == 2 or (engine.steps > 2 and engine.steps % _TOGETHER_EVERY == 1)  # after a timed step
-        if not due:
+        looks_again = engine.steps == _LOOKS_AGAIN and self._policy.device_limit is not None
+        if not due and not looks_again:
             return
         record = engine.latest_record(wait=True)
         assert record is not None and record.timed
@@ -105,7 +159,7 @@ class Planner:
         everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
         torch.distributed.all_gather_object(everyone, mine, group=self._group)
         records = [record for record, *_ in everyone]
-        if any(record.raised or not record.windows for record in records):
+        if any(record.raised or not self._tells(record) for record in records):
             return  # on every rank
         record = merge_records(records)
         link = Link(*(min(dataclasses.astuple(rates)[i] for _, rates, _ in everyone) for i in range(4)))
@@ -113,8 +167,13 @@ class Planner:
         bounds = None  # where a rank has none
         if len(given) == len(everyone):
             bounds = _bounds(*(max(getattr(one, way) for one in given) for way in ("out", "back")))
-        if self.plan is None or self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift:
-            self.plan = make_plan(self._policy, record, link, bounds)
+        first = self.plan is None
+        if first or self._is_over(record) or self._drifts(record):
+            plan = make_plan(self._policy, record, link, bounds, strict=first)
+            self._follow(plan, record, link, engine)
+
+    def _drifts(self, record: StepRecord) -> bool:
+        return self.plan is not None and self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift
 
     def _rates(self, engine: Engine) -> Link:
         if self._link is None:
@@ -156,6 +215,7 @@ def merge_records(records: Sequence[StepRecord]) -> StepRecord:
     first = records[0]
     for other in records[1:]:
         same = [(r.name, r.forward) for r in other.slots] == [(r.name, r.forward) for r in first.slots]
+        same = same and len(other.device_peaks) == len(first.device_peaks)
         if not same or len(other.windows) != len(first.windows):
             raise PlanError(
                 f"Ranks {first.rank} and {other.rank} have other slots ({len(first.slots)} and {len(other.slots)}), so "
@@ -168,7 +228,8 @@ def merge_records(records: Sequence[StepRecord]) -> StepRecord:
         return dataclasses.replace(rows[0], **numbers)
 
     slots = [largest(rows, "nbytes", "bytes_out") for rows in zip(*(r.slots for r in records), strict=True)]
-    return dataclasses.replace(first, slots=tuple(slots))
+    peaks = [largest(rows, "nbytes") for rows in zip(*(r.device_peaks for r in records), strict=True)]
+    return dataclasses.replace(first, slots=tuple(slots), device_peaks=tuple(peaks))
 
 
 # The choice ---------------------------------------------------------------------------------------------------------
@@ -191,12 +252,13 @@ def check_host_limit(limit: int, record: StepRecord) -> None:
             )
 
 
-def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds | None) -> Plan:
+def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds | None, *, strict: bool = True) -> Plan:
     """The plan for steps like a recorded one.
 
     Args:
         policy: what the user asks for. record: of a step, with times. link: the link's rates.
         bounds: bytes in flight; ``None``: as few as the choice needs.
+        strict: whether a device's limit must be met; else all goes where it cannot be.
 
     Raises:
         BudgetError: the budgets cannot be met.
@@ -206,7 +268,7 @@ def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds | N
     work = work_of(record)
     layers = {key: key[0].split("/")[0] for key in order}
 
-    def parcels_of(going: Choice) -> dict[Key, list[Parcel]]:
+    def parcels_in(going: Choice) -> dict[Key, list[Parcel]]:
         parcels: dict[Key, list[Parcel]] = {}
         for key in order:
             parcels.setdefault((layers[key], key[1]), []).append(Parcel(slots[key], key in going))
@@ -215,23 +277,35 @@ def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds | N
     def bounds_of(going: Choice) -> Bounds:
         if bounds is not None:
             return bounds
-        few = fewest_in_flight(record, parcels_of(going), link)
+        few = fewest_in_flight(record, parcels_in(going), link)
         return _bounds() if few is None else _bounds(few.out, few.back)
 
     def cost(choice: Choice) -> tuple[float, int, int, int]:
-        found = simulate(work, parcels_of(choice), link, bounds_of(choice))
+        found = simulate(work, parcels_in(choice), link, bounds_of(choice))
         looked_at = len({(layers[key], key[1]) for key in choice})  # each takes the host longer than a slot does
         # Sums of times that wait for nothing are equal.
         return round(found.step_ms, 6), found.peak_bytes, looked_at, -len(choice)
 
-    choices = _choices(policy, record, slots)
+    budget = None
+    if policy.device_limit is not None:
+        # As many bytes in flight as there were, or as all slots need: to look for those of each choice takes too long.
+        all_of_them = bounds_of(frozenset(slots))
+        most = _bounds(max(record.peak_in_flight, all_of_them.out), max(record.peak_ahead, all_of_them.back))
+        # What was foreseen for a plan's own step tells how it errs; in the first steps copies have no pace yet.
+        seen = follow(work, parcels_of(record), link, most)[1] if record.planned else None
+        budget = DeviceBudget(
+            policy.device_limit, record, lambda choice: follow(work, parcels_in(choice), link, most)[1], seen
+        )
+        choices = budget.choices(_orders(slots), strict=strict)
+    else:
+        choices = _choices(policy, record, slots)
     going = min(choices, key=cost)
     chosen = bounds_of(going)
 
     def forecast(going: Choice) -> Forecast:
-        return simulate(work, parcels_of(going), link, chosen)
+        return simulate(work, parcels_in(going), link, chosen)
 
-    if policy.budget_per_layer is None and policy.fraction is None:
+    if policy.budget_per_layer is None and policy.fraction is None and budget is None:
         going = _keep_the_last(order, going, forecast)
     going = _keep_more(policy.keep_more, order, slots, going)
     if policy.host_limit is not None:
@@ -239,10 +313,10 @@ def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds | N
     planned = tuple(
         PlannedSlot(name, forward, slots[name, forward], (name, forward) in going) for name, forward in order
     )
-    return Plan(planned, forecast(going))
-
-
-Choice = frozenset[tuple[str, int]]
+    found = forecast(going)
+    if budget is not None:
+        found = dataclasses.replace(found, device_bytes=budget.peak(going).nbytes)
+    return Plan(planned, found)
 
 
 def _choices(policy: Policy, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> list[Choice]:
@@ -252,12 +326,8 @@ def _choices(policy: Policy, record: StepRecord, slots: Mapping[tuple[str, int],
     if policy.fraction is None:
         return [frozenset(slots)]
     wanted = policy.fraction * sum(slots.values())
-    kinds = list(dict.fromkeys(name.split("/", 1)[1] for name, _ in slots))
-    orders = [list(slots)]
-    for first in kinds:  # one kind of slot of every layer first, then the others
-        orders.append(sorted(slots, key=lambda key, first=first: key[0].split("/", 1)[1] != first))  # type: ignore[misc]
     choices = []
-    for order in orders:
+    for order in _orders(slots):
         chosen: list[tuple[str, int]] = []
         total = 0
         for key in order:
@@ -267,6 +337,15 @@ def _choices(policy: Policy, record: StepRecord, slots: Mapping[tuple[str, int],
             total += slots[key]
         choices.append(frozenset(chosen))
     return choices
+
+
+def _orders(slots: Iterable[tuple[str, int]]) -> list[list[tuple[str, int]]]:
+    """That in which slots are saved, and for each kind of slot all layers' of it first, then the others."""
+    kinds = dict.fromkeys(name.split("/", 1)[1] for name, _ in slots)
+    orders = [list(slots)]
+    for first in kinds:
+        orders.append(sorted(slots, key=lambda key, first=first: key[0].split("/", 1)[1] != first))  # type: ignore[misc]
+    return orders
 
 
 def _within_budget(budget: int, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> Choice:
@@ -337,9 +416,11 @@ def _fit_host(
     needed = forecast(going).host_bytes
     if needed <= policy.host_limit:
         return going
-    if policy.budget_per_layer is not None or policy.fraction is not None:
+    if policy.budget_per_layer is not None or policy.fraction is not None or policy.device_limit is not None:
         names = ", ".join(dict.fromkeys(key[0] for key in order if key in going))
         what = "budget_per_layer" if policy.fraction is None else f"fraction={policy.fraction:g}"
+        if policy.device_limit is not None:
+            what = f"device_limit={format_bytes(policy.device_limit)}"
         raise BudgetError(
             f"{what} sends {format_bytes(needed)} to the host, but host_limit is {format_bytes(policy.host_limit)}, "
             f"{format_bytes(needed - policy.host_limit)} less. These would have to go: {names}. Raise host_limit, or let "

@@ -20,6 +20,7 @@ class Policy:
 
     Attributes:
         keep_more: bytes that stay beside what else would, because of the pipeline stage.
+        device_limit: most bytes that torch may have allocated on the device.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Policy:
     keep_more: int = 0
     host_limit: int | None = None
     replan_drift: float = 0.25
+    device_limit: int | None = None
 
     @classmethod
     def of(
@@ -39,6 +41,7 @@ class Policy:
         pp_rank: int,
         host_limit: int | str | None,
         replan_drift: float,
+        device_limit: int | str | None = None,
     ) -> Policy:
         """The policy of some arguments.
 
@@ -62,10 +65,16 @@ class Policy:
         keep_more = pp_rank * parse_bytes(pp_rank_delta, "pp_rank_delta")
         budget = None if budget_per_layer is None else parse_bytes(budget_per_layer, "budget_per_layer")
         limit = None if host_limit is None else parse_bytes(host_limit, "host_limit")
-        has_budget = budget is not None or fraction is not None or keep_more > 0
+        most = None if device_limit is None else parse_bytes(device_limit, "device_limit")
+        others = [budget is not None, fraction is not None, keep_more > 0]
+        if most is not None and any(others):
+            raise ArgumentError(
+                "Give device_limit alone, without budget_per_layer, fraction or pp_rank_delta: each says how much goes."
+            )
+        has_budget = most is not None or any(others)
         if name == "all" and has_budget:
             raise ArgumentError(
                 'policy="all" sends every slot that may go; leave it out to let a plan meet the budgets.'
             )
         chosen = name or ("planned" if has_budget else "all")
-        return cls(chosen, budget, fraction, keep_more, limit, float(replan_drift))
+        return cls(chosen, budget, fraction, keep_more, limit, float(replan_drift), most)

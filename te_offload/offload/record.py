@@ -126,6 +126,41 @@ class Window:
     throttled_before_backward_ms: float = 0.0
 
 
+class Phase(str, enum.Enum):
+    """A part of a step, of one forward of a layer."""
+
+    BEFORE = "before the first forward"
+    FORWARD = "forward"
+    """From its begin until what it saved was decided on."""
+    AFTER = "after the forward"
+    """Until the next layer's forward begins, or a backward."""
+    BACKWARD = "backward"
+    """From its first read until the next one's, or the end of the step."""
+
+
+@dataclass(frozen=True)
+class DevicePeak:
+    """The most bytes that torch had allocated on the device at one moment of a phase, whatever they were for.
+
+    Attributes:
+        held: of saved tensors, as the phase began; in a backward, with those whose copies back began with it.
+    """
+
+    layer: str
+    forward: int
+    phase: Phase
+    nbytes: int
+    held: int
+
+    @property
+    def name(self) -> str:
+        """Where in the step, in words."""
+        if self.phase is Phase.BEFORE:
+            return str(self.phase.value)
+        number = f" {self.forward}" if self.forward else ""
+        return f"{self.layer}, {self.phase.value}{number}"
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One step.
@@ -157,6 +192,7 @@ class StepRecord:
         throttled_at_end_ms: how long the compute stream waited after the last work for copies out that were under way.
         step_ms: the device's time from the step's begin to its end, that wait included.
         out_ms, back_ms: time during which a copy out, or back, was under way.
+        device_peaks: of each phase in order, what torch had allocated; in timed steps under a ``device_limit`` alone.
     """
 
     index: int
@@ -188,6 +224,12 @@ class StepRecord:
     step_ms: float
     out_ms: float
     back_ms: float
+    device_peaks: tuple[DevicePeak, ...] = ()
+
+    @property
+    def device_peak(self) -> DevicePeak | None:
+        """The largest of ``device_peaks``; ``None`` if there are none."""
+        return max(self.device_peaks, key=lambda peak: peak.nbytes, default=None)
 
     @property
     def saved_by_forward(self) -> dict[tuple[str, int], int]:

@@ -23,6 +23,7 @@ from te_offload.fused.calls import Fusion, fusions_in
 from te_offload.fused.window import named_slot_owners
 from te_offload.offload.attachment import Attachment
 from te_offload.offload.decide import Rules
+from te_offload.offload.device_memory import watermarks_of
 from te_offload.offload.engine import GROWTH_STEPS, Delay, Engine, HostSettings
 from te_offload.offload.mover import Home
 from te_offload.offload.plan import Plan
@@ -48,6 +49,8 @@ class OffloadSession:
             below is given, else ``"all"``.
         budget_per_layer: bytes of each forward of a layer that may stay on the device; the plan sends the rest.
         fraction: the share, from 0 to 1, of the bytes of all slots that may go that the plan sends.
+        device_limit: most bytes that torch may have allocated on the GPU in a step, whatever for; the plan sends as little
+            as keeps within it. In timed steps torch's peak statistics are reset.
         pp_rank_delta, pp_rank: a pipeline stage keeps ``pp_rank * pp_rank_delta`` bytes more on the device.
         plan: a `Plan`, or the path of its file: these slots go, from the first step on.
         replan_drift: a plan is made anew when the bytes of the slots have changed by more than this share.
@@ -85,6 +88,7 @@ class OffloadSession:
         policy: str | None = None,
         budget_per_layer: int | str | None = None,
         fraction: float | None = None,
+        device_limit: int | str | None = None,
         pp_rank_delta: int | str = 0,
         pp_rank: int = 0,
         plan: Plan | str | Path | None = None,
@@ -102,7 +106,8 @@ class OffloadSession:
         for name, flag in (("enabled", enabled), ("verify", verify)):
             if not isinstance(flag, bool):
                 raise ArgumentTypeError(f"{name} must be True or False, but is {flag!r} ({type(flag).__name__}).")
-        chosen = Policy.of(policy, budget_per_layer, fraction, pp_rank_delta, pp_rank, host_limit, replan_drift)
+        budgets = budget_per_layer, fraction, pp_rank_delta, pp_rank, host_limit
+        chosen = Policy.of(policy, *budgets, replan_drift, device_limit)
         # Of which a report says that it was not met; what a pipeline stage keeps beside it may be in any forward.
         self._budget = chosen.budget_per_layer if enabled and not chosen.keep_more else None
         limit, reserve = chosen.host_limit, parse_bytes(host_reserve, "host_reserve")
@@ -120,6 +125,8 @@ class OffloadSession:
         self._tokens = 0  # of this step: the most that a forward had
         modules = _list_layers(layers)
         self._device = _device_of(modules)
+        self._device_limit = chosen.device_limit if enabled else None
+        self._watermarks = None if self._device_limit is None else watermarks_of(self._device)
         self._engine: Engine | None = None
         self._attachments: list[Attachment] = []
         self._state = SessionState.IDLE
@@ -250,18 +257,29 @@ class OffloadSession:
         Raises:
             StateError: no step has ended yet.
         """
-        from te_offload.report.table import budget_lines, fusion_lines, step_table
+        from te_offload.report.table import budget_lines, device_lines, fusion_lines, step_table
 
         records = self.records
         if not records:
             raise StateError("No step has ended yet, so there is nothing to report. Run one `with session.step():`.")
         record = self.timed_record or records[-1]
-        return step_table(record) + budget_lines(record, self._budget) + fusion_lines(self.fusions)
+        return step_table(record) + (
+            budget_lines(record, self._budget) + device_lines(record, self._device_limit) + fusion_lines(self.fusions)
+        )
 
     # Called by graphs of layers --------------------------------------------------------------------------------------
 
     def add_home(self, home: Home) -> None:
-        """Tensors at a home's addresses come back to the same addresses."""
+        """Tensors at a home's addresses come back to the same addresses.
+
+        Raises:
+            UnsupportedError: the session has a ``device_limit``: torch does not count the memory of layers' graphs.
+        """
+        if self._device_limit is not None:
+            raise UnsupportedError(
+                "device_limit is of what torch's allocator counts, which the memory of layers' graphs is not. Give "
+                "budget_per_layer or fraction instead, or capture the whole step."
+            )
         self._homes.append(home)
         if self._engine is not None:
             self._engine.mover.homes = self._homes
@@ -306,6 +324,7 @@ class OffloadSession:
             self._engine = Engine(self._device, self._rules, self._host, self._max_in_flight, verify=self._verify)
             self._engine.mover.homes = self._homes
             self._engine.delays = self._delays
+            self._engine.watermarks = self._watermarks
         if self._rules.enabled and not self._captures:  # a graph has the rules of the step before it
             self._engine.rules = self._planner.rules_for_next_step(self._rules, self._engine)
         self._engine.begin_step(captured=self._captures)

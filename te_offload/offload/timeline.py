@@ -15,6 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from te_offload.offload.record import Phase
+
 Key = tuple[str, int]  # layer, and number of its forward in the step
 _SLOWER = 1.5  # than measured a copy back may be, and still end in time
 _SLOWER_OUT = 1.1  # than measured a copy out may be, and still nobody waits for it
@@ -67,12 +69,14 @@ class Forecast:
     Attributes:
         step_ms: its length. waiting_ms: how much of it the compute stream waits for copies.
         peak_bytes: most bytes of saved tensors on the device. host_bytes: most on the host.
+        device_bytes: most that torch will have allocated on the device; ``None``: nobody asked.
     """
 
     step_ms: float
     waiting_ms: float
     peak_bytes: int
     host_bytes: int
+    device_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -260,6 +264,10 @@ class _Links:
         return True
 
 
+Levels = dict[tuple[Key, Phase], int]
+"""Bytes of saved tensors on the device as each phase begins; in a backward, with those that come back as it does."""
+
+
 def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link: Link, bounds: Bounds) -> Forecast:
     """The step in which the parcels that go are offloaded.
 
@@ -268,6 +276,14 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
         parcels: the slots of each forward, in the order in which they are saved.
         link: the link's rates. bounds: bytes in flight.
     """
+    return follow(work, parcels, link, bounds)[0]
+
+
+def follow(
+    work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link: Link, bounds: Bounds
+) -> tuple[Forecast, Levels]:
+    """`simulate`, and what it holds on the way."""
+    levels: Levels = {}
     links = _Links(link)
     time = waiting = 0.0
     trips: dict[Key, list[_Trip]] = {}
@@ -282,6 +298,7 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
         slots = parcels.get(item.key, ())
         kept = sum(slot.nbytes for slot in slots if not slot.goes)
         if not item.backward:
+            levels[item.key, Phase.FORWARD] = resident + sum(trip.nbytes for trip in in_flight if trip.is_here(time))
             time += item.ms
             links.advance(time)
             sizes = [slot.nbytes for slot in slots if slot.goes and slot.nbytes]
@@ -307,6 +324,7 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
                 until = max(time, links.finish(trip, back=False))
                 waiting, time = waiting + until - time, until
             links.advance(time)
+            levels[item.key, Phase.AFTER] = resident + sum(trip.nbytes for trip in in_flight)
             continue
         done_backwards += 1
         mine = trips.get(item.key, [])
@@ -321,7 +339,8 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
         waiting, time = waiting + until - time, until
         back = sum(trip.nbytes for each in (mine, *following) for trip in each if trip.queued)
         leaving = sum(trip.nbytes for trip in in_flight if trip.is_here(time) and not trip.queued)
-        peak = max(peak, resident + back + leaving)
+        levels[item.key, Phase.BACKWARD] = resident + back + leaving
+        peak = max(peak, levels[item.key, Phase.BACKWARD])
         time += item.ms
         links.advance(time)
         resident -= kept
@@ -329,7 +348,7 @@ def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link
         trips.pop(item.key, None)
     # The step ends after the last copy out, also of what was recalled or is not read.
     end = max([time, *(links.finish(trip, back=False) for trip in begun)])
-    return Forecast(end, waiting + end - time, peak, host_peak)
+    return Forecast(end, waiting + end - time, peak, host_peak), levels
 
 
 def _queue(links: _Links, groups: Sequence[Sequence[_Trip]], time: float, room: float, recall: bool) -> None:

@@ -22,6 +22,7 @@ from te_offload.offload.extents import storage_key
 from te_offload.offload.load import Load
 from te_offload.offload.others import OtherSlots
 from te_offload.offload.plain import has_storage, is_plain
+from te_offload.offload.record import Phase
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out
 from te_offload.offload.states import RELEASED
 from te_offload.offload.unmoved import Unmoved, without_graph
@@ -343,6 +344,8 @@ class LayerVisit(SlotObserver, StorageObserver):
         if self._takes:
             mover.settle(self.key)
         self.waits_after = before, len(mover.counts.throttles)
+        if self._takes:
+            self._engine.enter(self, Phase.AFTER)
 
     def _owned_storages(self) -> frozenset[int]:
         """Those of the layer's parameters, looked up once a step."""
@@ -412,8 +415,11 @@ class LayerVisit(SlotObserver, StorageObserver):
     def first_read(self) -> None:
         """The backward reads the first tensor of this forward."""
         self._engine.commit_delayed()
+        self._engine.enter(self, Phase.BACKWARD)
         self.read = True
         self._engine.returns.read(self)
+        if self._engine.watermarks is not None:
+            self._engine.watermarks.holds(self.mover.counts.resident)
 
     def bring_back(self, cargo: Cargo) -> None:
         """Make a cargo's bytes ready for work queued from now on.

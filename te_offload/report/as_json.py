@@ -11,7 +11,7 @@ from typing import Any
 
 from te_offload.offload.record import StepRecord
 
-SCHEMA = "2.5"
+SCHEMA = "2.6"
 
 
 def step_as_dict(step: StepRecord) -> dict[str, Any]:
@@ -33,5 +33,6 @@ def step_as_dict(step: StepRecord) -> dict[str, Any]:
         for row in step.slots
     ]
     values["windows"] = [dataclasses.asdict(window) for window in step.windows]
+    values["device_peaks"] = [{**dataclasses.asdict(peak), "phase": peak.phase.value} for peak in step.device_peaks]
     values["residency"] = [dataclasses.asdict(moment) for moment in step.residency]
     return values

@@ -136,6 +136,23 @@ def budget_lines(step: StepRecord, budget: int | None) -> str:
     return "The budget was not met:\n" + "".join(lines) if lines else ""
 
 
+def device_lines(step: StepRecord, limit: int | None) -> str:
+    """What torch had allocated on the device at the most, and where; empty if nobody asked.
+
+    Args:
+        limit: bytes; ``None``: there is none.
+    """
+    peak = step.device_peak
+    if limit is None or peak is None:
+        return ""
+    more = peak.nbytes - limit
+    found = f"{format_bytes(more)} more than" if more > 0 else "within"
+    return (
+        f"Torch had at most {format_bytes(peak.nbytes)} allocated on the device ({peak.name}): {found} device_limit, "
+        f"{format_bytes(limit)}.\n"
+    )
+
+
 def fusion_lines(fusions: Sequence[tuple[str, Fusion]]) -> str:
     """How many grouped MLPs ran fused, a line for each that did not always, with the reason, and how many bytes of
     quantized weights stay, if any do; empty without grouped MLPs.

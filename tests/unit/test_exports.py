@@ -16,9 +16,11 @@ from te_offload import errors
 
 def test_public_names() -> None:
     assert sorted(te_offload.__all__) == [
+        "DevicePeak",
         "Fate",
         "OffloadSession",
         "Outcome",
+        "Phase",
         "Plan",
         "PlannedSlot",
         "Reason",

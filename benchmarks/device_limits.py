@@ -1,0 +1,250 @@
+"""A model with attention and a large vocabulary within limits of the device's memory, and what a step then takes.
+
+    ./run benchmarks.device_limits [--layers 8] [--experts 64] [--hidden 2048] [--ffn 1408] [--sequences 4] [--length 4096]
+                                   [--vocabulary 50304] [--rounds 20] [--limits 0.25 0.5 0.75] [--only TEXT ...]
+                                   [--json FILE]
+
+Blocks of norm, causal attention, norm and our grouped MLP (SwiGLU, fused; gradients go into float32 `main_grad`), a head,
+and cross entropy over logits in float32: a step's peak is nobody's layer. Ways run one after the other on the same weights:
+no offloading, first and last; a session that sends all; sessions with a ``device_limit`` as many shares of the way from the
+first one's peak down to the second's; Transformer Engine's context (v2, ``retain_pinned_cpu_buffers=True``) around the same
+blocks for every number of layers that it takes. Milliseconds are of the host's clock around a step that ends with a
+synchronization, medians (least, most) of rounds after 12 steps. GiB are the most that torch had allocated in any step from
+the third on. For each limit the table says which number of layers of Transformer Engine's meets it soonest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+
+from benchmarks.stack_runs import parser_of_sizes, setting
+from te_offload import OffloadSession, ops
+
+DEVICE = "cuda"
+WARM_UP = 12  # steps: until a plan is made, seen and kept
+SIZES = {
+    "layers": 8,
+    "experts": 64,
+    "hidden": 2048,
+    "ffn": 1408,
+    "sequences": 4,
+    "length": 4096,
+    "vocabulary": 50304,
+}
+_HEAD = 128  # columns of a head of attention
+_GIB = 2**30
+
+
+class Block(torch.nn.Module):
+    """Attention and experts, each behind a norm and with a residual."""
+
+    def __init__(self, sizes: argparse.Namespace) -> None:
+        super().__init__()
+        like: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
+        hidden, ffn = sizes.hidden, sizes.ffn
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(hidden, **like) for _ in range(2))
+        self.qkv = torch.nn.Linear(hidden, 3 * hidden, bias=False, **like)
+        self.out = torch.nn.Linear(hidden, hidden, bias=False, **like)
+        linear: dict[str, Any] = {"bias": False, "accumulate_into_main_grad": True, **like}
+        self.experts = te.ops.Sequential(
+            ops.GroupedLinear(sizes.experts, hidden, 2 * ffn, **linear),
+            ops.ScaledSwiGLU(),
+            ops.GroupedLinear(sizes.experts, ffn, hidden, **linear),
+        )
+        self.shape = sizes.sequences, sizes.length, 3, hidden // _HEAD, _HEAD
+
+    def forward(self, x: torch.Tensor, splits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """``x``: (T, hidden)."""
+        q, k, v = self.qkv(self.norms[0](x)).view(self.shape).permute(2, 0, 3, 1, 4)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        found: torch.Tensor = x + self.experts(self.norms[1](x), splits, scales, splits)
+        return found
+
+
+class Model(torch.nn.Module):
+    """Blocks, a norm, a head and a loss."""
+
+    def __init__(self, sizes: argparse.Namespace) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        like: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
+        self.blocks = torch.nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = torch.nn.RMSNorm(sizes.hidden, **like)
+        self.head = torch.nn.Linear(sizes.hidden, sizes.vocabulary, bias=False, **like)
+        tokens = sizes.sequences * sizes.length
+        self.x = torch.randn(tokens, sizes.hidden, **like).requires_grad_()
+        self.targets = torch.randint(sizes.vocabulary, (tokens,), device=DEVICE)
+        self.splits = torch.full((sizes.experts,), tokens // sizes.experts, dtype=torch.int64, device=DEVICE)
+        self.scales = torch.rand(tokens, device=DEVICE)
+        for block in self.blocks:
+            for parameter in block.experts.parameters():  # type: ignore[union-attr]
+                parameter.main_grad = torch.zeros(parameter.shape, device=DEVICE)  # type: ignore[union-attr]
+        self.context: Any = None
+        self.sync: Any = None
+
+    def forward(self) -> torch.Tensor:
+        """The loss."""
+        x: torch.Tensor = self.x.clone()
+        for block in self.blocks:
+            if self.context is None:
+                x = block(x, self.splits, self.scales)
+            else:
+                with self.context:
+                    x = block(x, self.splits, self.scales)
+                x = self.sync(x)
+        logits = self.head(self.norm(x)).float()
+        return torch.nn.functional.cross_entropy(logits, self.targets)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the step: a session that sends all, or has a limit (bytes); or Transformer Engine's context around so
+    many layers.
+    """
+
+    name: str
+    session: bool = False
+    limit: int | None = None
+    layers: int = 0
+
+
+def run(way: Way, model: Model, rounds: int) -> dict[str, Any]:
+    """A way's row, as plain values."""
+    session = None
+    if way.session:
+        session = OffloadSession(model.blocks, device_limit=way.limit)
+    if way.layers:
+        model.context, model.sync = te.get_cpu_offload_context(
+            enabled=True, num_layers=way.layers, model_layers=len(model.blocks), retain_pinned_cpu_buffers=True
+        )
+    peaks: list[int] = []
+    times: list[float] = []
+    gc.collect()
+    torch.cuda.empty_cache()
+    gc.disable()
+    for number in range(WARM_UP + rounds):
+        model.zero_grad(set_to_none=True)
+        model.x.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        if session is None:
+            model().backward()
+        else:
+            with session.step():
+                model().backward()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+        peaks.append(_peak(session, number))
+    gc.enable()
+    row: dict[str, Any] = {
+        "name": way.name,
+        "limit": way.limit,
+        "ms": times[WARM_UP:],
+        "peak_bytes": max(peaks[2:]),
+        "bytes_out": None,
+    }
+    if session is not None:
+        record, plan = session.timed_record, session.plan
+        assert record is not None
+        row["bytes_out"] = record.bytes_out
+        row["waiting_ms"] = record.exposed_ms + record.throttled_ms
+        row["peak_in"] = record.device_peak.name if record.device_peak else None
+        if plan is not None and plan.forecast is not None:
+            row["predicted_ms"], row["predicted_bytes"] = plan.forecast.step_ms, plan.forecast.device_bytes
+        session.close()
+    model.context = model.sync = None
+    return row
+
+
+def _peak(session: OffloadSession | None, step: int) -> int:
+    """Of a step: of all its parts, where a session has reset torch's statistics between them."""
+    parts = [torch.cuda.max_memory_allocated()]
+    record = None if session is None else session.timed_record
+    if record is not None and record.index == step and record.device_peak is not None:
+        parts.append(record.device_peak.nbytes)
+    return max(parts)
+
+
+def ways_of(shares: Sequence[float], layers: int, most: int, least: int) -> Iterator[Way]:
+    """Those that follow the first two. ``most``, ``least``: bytes, their peaks."""
+    for share in shares:
+        limit = int(most - share * (most - least))
+        yield Way(f"device_limit at {share:.0%} of the way", session=True, limit=limit)
+    for number in range(1, layers):
+        yield Way(f"Transformer Engine's context, {number} of {layers} layers", layers=number)
+    yield Way("no offloading, again")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as Markdown, and for each limit what meets it of Transformer Engine's."""
+    lines = [
+        "| | limit GiB | ms foreseen | ms, median (least, most) | GiB foreseen | GiB | MiB out | ms waiting |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ms = f"{statistics.median(row['ms']):.1f} ({min(row['ms']):.1f}, {max(row['ms']):.1f})"
+        foreseen = "" if row.get("predicted_ms") is None else f"{row['predicted_ms']:.1f}"
+        room = "" if row.get("predicted_bytes") is None else _gib(row["predicted_bytes"])
+        out = "" if row["bytes_out"] is None else f"{row['bytes_out'] / 2**20:.0f}"
+        waiting = f"{row['waiting_ms']:.1f}" if "waiting_ms" in row else ""
+        limit = "" if row["limit"] is None else _gib(row["limit"])
+        cells = [row["name"], limit, foreseen, ms, room, _gib(row["peak_bytes"]), out, waiting]
+        lines.append(f"| {' | '.join(cells)} |")
+    theirs = [row for row in rows if row["name"].startswith("Transformer")]
+    lines.append("")
+    for row in rows:
+        if row["limit"] is None or not theirs:
+            continue
+        fitting = [other for other in theirs if other["peak_bytes"] <= row["limit"]]
+        best = min(fitting, key=lambda other: statistics.median(other["ms"]), default=None)
+        found = (
+            "none does" if best is None else f"{best['name']}, {statistics.median(best['ms']):.1f} ms, is the quickest"
+        )
+        lines.append(
+            f"Within {_gib(row['limit'])} GiB: ours {statistics.median(row['ms']):.1f} ms "
+            f"(peak in {row['peak_in']}); of theirs {found}."
+        )
+    return "\n".join(lines)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.2f}"
+
+
+def main() -> None:
+    """Run, print a table, write JSON if asked."""
+    parser = parser_of_sizes(__doc__, "no offloading, and a session that sends all", SIZES)
+    parser.add_argument("--limits", type=float, nargs="+", default=(0.25, 0.5, 0.75), help="shares of the way down")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a CUDA device; torch sees none here.")
+    head = setting(arguments.rounds)
+    print(", ".join(f"{key} {value}" for key, value in head.items()))
+    print(", ".join(f"{name} {getattr(arguments, name)}" for name in SIZES), flush=True)
+    model = Model(arguments)
+    rows = [run(Way("no offloading"), model, arguments.rounds)]
+    rows.append(run(Way("a session that sends all", session=True), model, arguments.rounds))
+    for way in ways_of(arguments.limits, arguments.layers, *(row["peak_bytes"] for row in rows)):
+        if not arguments.only or any(text in way.name for text in arguments.only):
+            rows.append(run(way, model, arguments.rounds))
+            print(f"{way.name}: {statistics.median(rows[-1]['ms']):.1f} ms", flush=True)
+    print(table(rows))
+    if arguments.json:
+        result = {"schema": "1.0", **head, "sizes": {name: getattr(arguments, name) for name in SIZES}, "rows": rows}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Which slots must go so that torch has no more than a limit allocated on the device: whatever else there is.
+
+In: the peaks of a step's phases, how many bytes of saved tensors choices of slots hold in each. Out: choices. Keeps true:
+the choice of a plan whose step was seen takes what was seen; of the slots in an order as few go, from the first one on, as
+meet the limit. Does not: predict times, or choose between orders.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from te_offload.errors import BudgetError
+from te_offload.offload.record import DevicePeak, StepRecord
+from te_offload.offload.timeline import Key, Levels
+from te_offload.units import format_bytes
+
+Choice = frozenset[tuple[str, int]]  # names of slots, and their forwards
+
+
+def _key(peak: DevicePeak) -> Key:
+    return peak.layer, peak.forward
+
+
+class DeviceBudget:
+    """See the module.
+
+    Args:
+        limit: bytes. record: of a step, with its device's peaks. levels_of: what one with some choice is foreseen to hold.
+        seen: what that step was foreseen to hold; ``None``: what its record says.
+    """
+
+    def __init__(
+        self, limit: int, record: StepRecord, levels_of: Callable[[Choice], Levels], seen: Levels | None = None
+    ) -> None:
+        self._limit = limit
+        self._record = record
+        self._levels_of = levels_of
+        # Torch's peak less saved tensors is what the phase itself takes, and all that is there anyhow.
+        held = [peak.held if seen is None else seen.get((_key(peak), peak.phase), 0) for peak in record.device_peaks]
+        self._others = [(peak, peak.nbytes - had) for peak, had in zip(record.device_peaks, held, strict=True)]
+
+    def peak(self, choice: Choice) -> DevicePeak:
+        """The largest, with some slots going."""
+        levels = self._levels_of(choice)
+        peaks = [
+            dataclasses.replace(peak, nbytes=others + held, held=held)
+            for peak, others in self._others
+            for held in (levels.get((_key(peak), peak.phase), 0),)
+        ]
+        return max(peaks, key=lambda peak: peak.nbytes)
+
+    def choices(self, orders: Iterable[Sequence[tuple[str, int]]], *, strict: bool) -> list[Choice]:
+        """Of each order the fewest slots that must go; all, where they do not suffice.
+
+        Raises:
+            BudgetError: they do not, and ``strict``, and the step that was seen did not meet the limit either.
+        """
+        seen = self._record.device_peak
+        strict = strict and seen is not None and seen.nbytes > self._limit
+        found = []
+        for order in orders:
+
+            def meets(count: int, order: Sequence[tuple[str, int]] = order) -> bool:
+                return self.peak(frozenset(order[:count])).nbytes <= self._limit
+
+            count = bisect.bisect_left(range(len(order) + 1), True, key=meets)
+            if count > len(order) and strict:
+                raise self._too_small(frozenset(order))
+            found.append(frozenset(order[:count]))
+        return found
+
+    def _too_small(self, everything: Choice) -> BudgetError:
+        peak, record = self.peak(everything), self._record
+        staying = sorted((row for row in record.slots if row.holds_memory), key=lambda row: -row.nbytes)
+        names = ", ".join(f"{row.name} ({format_bytes(row.nbytes)}, {row.reason.value})" for row in staying[:3])
+        return BudgetError(
+            f"device_limit is {format_bytes(self._limit)}, but torch has {format_bytes(peak.nbytes)} allocated "
+            f"({peak.name}) with all slots that may go offloaded, {format_bytes(peak.nbytes - self._limit)} too much. Of "
+            f"saved tensors "
+            f"{format_bytes(sum(row.nbytes for row in staying))} stay{f', such as {names}' if names else ''}. Raise "
+            f"device_limit, let those go, lower max_in_flight (up to {format_bytes(record.peak_in_flight)} wait for copies "
+            f"out, {format_bytes(record.peak_ahead)} are back early), or compute more again."
+        )

@@ -1,0 +1,73 @@
+"""How much memory of the device torch's allocator had given out at the most, window by window of a step.
+
+In: the borders between windows, when the step passes them. Out: a `DevicePeak` for each window. Keeps true: each peak is of
+its window alone. Does not: count what is not torch's, or what the allocator holds and nobody has asked for; leave torch's
+own peak statistics as they are, which begin anew at each border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from te_offload.errors import ArgumentError, UnsupportedError
+from te_offload.offload.record import DevicePeak, Phase
+
+
+class Watermarks:
+    """See the module.
+
+    Args:
+        read: gives the most bytes that were allocated since it was called last.
+    """
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+        self._window: tuple[str, int, Phase] | None = None
+        self._held = 0
+        self._peaks: list[DevicePeak] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._read()
+        self._peaks = []
+        self._window, self._held = ("", 0, Phase.BEFORE), 0
+
+    def border(self, layer: str, forward: int, phase: Phase) -> None:
+        """The window of a step ends, if one is open, and another one begins."""
+        if self._window is not None:
+            self._peaks.append(DevicePeak(*self._window, self._read(), self._held))
+            self._window = layer, forward, phase
+
+    def holds(self, nbytes: int) -> None:
+        """So many bytes of saved tensors are on the device as the window begins."""
+        self._held = nbytes
+
+    def end(self) -> tuple[DevicePeak, ...]:
+        """The step ends: its windows in order; none, if `begin` did not come before."""
+        self.border("", 0, Phase.BEFORE)
+        found, self._peaks, self._window = tuple(self._peaks), [], None
+        return found
+
+
+def watermarks_of(device: torch.device) -> Watermarks:
+    """Of torch's allocator of a GPU.
+
+    Raises:
+        ArgumentError: it is none. UnsupportedError: torch allocates without a cache, and counts nothing.
+    """
+    if device.type != "cuda":
+        raise ArgumentError(f"device_limit is of a GPU's memory, but the layers are on {device}.")
+
+    def read() -> int:
+        peak: int = torch.cuda.memory_stats(device).get("allocated_bytes.all.peak", 0)
+        torch.cuda.reset_peak_memory_stats(device)
+        if not peak:
+            raise UnsupportedError(
+                "device_limit: torch's allocator does not count here (PYTORCH_NO_CUDA_MEMORY_CACHING=1?), so that nobody "
+                "knows what a step takes. Leave device_limit out, or that setting."
+            )
+        return peak
+
+    return Watermarks(read)

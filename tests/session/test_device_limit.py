@@ -1,0 +1,170 @@
+"""Sessions within a limit of the device's memory, on a simulated device whose allocator counts what slots hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from te_offload import OffloadSession, Phase
+from te_offload.errors import ArgumentError, BudgetError, UnsupportedError
+from te_offload.offload import session as session_module
+from te_offload.offload.device_memory import Watermarks
+from te_offload.offload.engine import TIMED_EVERY
+from tests.session.test_lifetime import Stack
+from tests.support.simulated_device import SimulatedDevice
+from tests.support.simulated_steps import Training, engine_on
+
+WEIGHTS = 50_000  # bytes that are there anyhow
+SLOTS = (3000, 2000)
+LAYERS = 8
+EACH = sum(SLOTS)
+
+
+class Allocator:
+    """Counts a session's saved tensors, and what else there is.
+
+    Attributes:
+        others: bytes. session: whose.
+    """
+
+    def __init__(self) -> None:
+        self.others = WEIGHTS
+        self.session: OffloadSession | None = None
+        self._before: list[tuple[str, int]] = []
+        self._seen = 0
+
+    def read(self) -> int:
+        assert self.session is not None and self.session._engine is not None
+        moments = self.session._engine.mover.counts.residency
+        if moments is not self._before:
+            self._before, self._seen = moments, 0
+        found = max(nbytes for _, nbytes in moments[max(0, self._seen - 1) :])  # the last one lasts
+        self._seen = len(moments)
+        return self.others + found
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    made = Allocator()
+    monkeypatch.setattr(session_module, "watermarks_of", lambda _: Watermarks(made.read))
+    return made
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    made = SimulatedDevice(lockstep=True)
+    with engine_on(made):
+        yield made
+
+
+def session_of(training: Training, allocator: Allocator, limit: int) -> OffloadSession:
+    allocator.session = training.session(device_limit=limit, max_in_flight=EACH)
+    return allocator.session
+
+
+@pytest.mark.parametrize("room", [40_000, 35_000, 25_000, 17_000])
+def test_after_the_plan_no_step_takes_more_than_the_limit_and_no_more_goes_than_must(
+    room: int, allocator: Allocator, device: SimulatedDevice
+) -> None:
+    training = Training(device, LAYERS, SLOTS, 10.0, 20.0)
+    with session_of(training, allocator, WEIGHTS + room) as session:
+        peaks, out = [], []
+        for _ in range(3 * TIMED_EVERY):
+            training.step(session)
+            record = session.timed_record
+            assert record is not None and record.device_peak is not None
+            peaks.append(record.device_peak.nbytes)
+            out.append(session.records[-1].bytes_out if session.records else 0)
+        assert session.plan is not None and session.plan.forecast is not None
+        assert max(peaks[4:]) <= WEIGHTS + room
+        assert session.plan.forecast.device_bytes == peaks[-1] > WEIGHTS + room - 2 * EACH
+        least = LAYERS * EACH - room
+        assert least <= session.plan.bytes_going <= max(0, least + 2 * EACH) and out[0] == LAYERS * EACH
+        assert "within device_limit" in session.report()
+
+
+def test_where_something_else_takes_more_than_before_more_goes(allocator: Allocator, device: SimulatedDevice) -> None:
+    training = Training(device, LAYERS, SLOTS, 10.0, 20.0)
+    with session_of(training, allocator, WEIGHTS + 30_000) as session:
+        for _ in range(TIMED_EVERY - 2):
+            training.step(session)
+        assert session.plan is not None
+        before = session.plan.bytes_going
+        assert 0 < before <= LAYERS * EACH - 30_000 + 2 * EACH
+        allocator.others += 8_000
+        for _ in range(TIMED_EVERY + 2):
+            training.step(session)
+        assert session.plan.bytes_going >= LAYERS * EACH - 22_000 > before
+        record = session.timed_record
+        assert record is not None and record.device_peak is not None and record.device_peak.nbytes <= WEIGHTS + 30_000
+
+
+def test_where_all_goes_and_still_too_much_is_taken_training_goes_on_and_the_report_says_so(
+    allocator: Allocator, device: SimulatedDevice
+) -> None:
+    training = Training(device, LAYERS, SLOTS, 10.0, 20.0)
+    with session_of(training, allocator, WEIGHTS + 30_000) as session:
+        for _ in range(4):
+            training.step(session)
+        allocator.others += 60_000
+        for _ in range(2 * TIMED_EVERY):
+            training.step(session)
+        assert session.plan is not None and all(slot.goes for slot in session.plan.slots)
+        assert "more than device_limit" in session.report()
+
+
+def test_limit_below_what_the_first_steps_took_is_an_error_before_the_third(
+    allocator: Allocator, device: SimulatedDevice
+) -> None:
+    training = Training(device, LAYERS, SLOTS, 10.0, 20.0)
+    with session_of(training, allocator, WEIGHTS) as session:
+        training.step(session)
+        training.step(session)
+        with pytest.raises(BudgetError, match=r"device_limit is 48\.8 KiB, but torch has"):
+            training.step(session)
+
+
+def test_phases_of_a_step_are_recorded_in_order(allocator: Allocator, device: SimulatedDevice) -> None:
+    training = Training(device, 2, SLOTS, 10.0, 20.0)
+    with session_of(training, allocator, WEIGHTS + 10 * EACH) as session:
+        training.step(session)
+        record = session.timed_record
+    assert record is not None
+    names = [(peak.layer, peak.phase) for peak in record.device_peaks]
+    forwards = [(f"layer{number}", phase) for number in (0, 1) for phase in (Phase.FORWARD, Phase.AFTER)]
+    assert names == [("", Phase.BEFORE), *forwards, ("layer1", Phase.BACKWARD), ("layer0", Phase.BACKWARD)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_stacks_within_random_limits(seed: int, allocator: Allocator, device: SimulatedDevice) -> None:
+    draw = random.Random(seed)
+    slots = [draw.randrange(500, 4000) for _ in range(draw.randrange(1, 4))]
+    layers, forward, backward = draw.randrange(3, 12), draw.uniform(1, 20), draw.uniform(1, 40)
+    training = Training(device, layers, slots, forward, backward, varies=0.1, seed=seed)
+    total = layers * sum(slots)
+    limit = WEIGHTS + int(draw.uniform(0.5, 1.0) * total) + 2 * sum(slots)
+    with session_of(training, allocator, limit) as session:
+        for number in range(2 * TIMED_EVERY):
+            training.step(session)
+            record = session.timed_record
+            assert record is not None and record.device_peak is not None
+            assert number < 8 or record.device_peak.nbytes <= limit
+        assert session.plan is not None
+        assert (session.plan.bytes_going > 0) == (WEIGHTS + total > limit)
+
+
+def test_limit_of_a_cpu_is_a_named_error() -> None:
+    with pytest.raises(ArgumentError, match="device_limit is of a GPU's memory, but the layers are on cpu"):
+        OffloadSession(Stack(2).layers, device_limit="1GiB")
+    with OffloadSession(Stack(2).layers):  # the refused session left nothing on layers
+        pass
+
+
+def test_graphs_of_layers_refuse_a_session_with_a_limit(allocator: Allocator) -> None:
+    with (
+        OffloadSession(Stack(2).layers, device_limit="1GiB") as session,
+        pytest.raises(UnsupportedError, match="capture the whole step"),
+    ):
+        session.add_home(None)  # type: ignore[arg-type]

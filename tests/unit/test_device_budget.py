@@ -1,0 +1,165 @@
+"""Plans within a limit of the device's memory, on records made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from te_offload import DevicePeak, Fate, Phase, Plan, Reason, SlotName, StepRecord
+from te_offload.errors import ArgumentError, BudgetError, PlanError
+from te_offload.offload.device_budget import Choice, DeviceBudget
+from te_offload.offload.device_memory import Watermarks
+from te_offload.offload.forecast import parcels_of, work_of
+from te_offload.offload.planner import make_plan, merge_records
+from te_offload.offload.timeline import Bounds, Key, Levels, Parcel, follow
+from te_offload.report.table import device_lines
+from tests.unit.test_plan import LINK, MIB, going, policy, record
+
+LAYERS = 4
+BOUNDS = Bounds(out=30 * MIB, back=60 * MIB, recall=True, paced=True)
+EACH = 60  # MiB that a layer saves, in slots of 10, 30 and 20
+WEIGHTS = 1000  # MiB that are there anyhow
+OWN = {Phase.FORWARD: 70, Phase.AFTER: 5, Phase.BACKWARD: 90}  # MiB that each phase takes itself
+
+
+def with_peaks(step: StepRecord, **extra: int) -> StepRecord:
+    """A record with the device's peaks, of what its slots held in each phase and what it takes besides."""
+    held = follow(work_of(step), parcels_of(step), LINK, BOUNDS)[1]
+    peaks = [DevicePeak("", 0, Phase.BEFORE, WEIGHTS * MIB, 0)]
+    for (layer, forward), phase in held:
+        more = OWN[phase] + extra.get(f"{layer}_{phase.name}", 0)
+        had = held[(layer, forward), phase]
+        peaks.append(DevicePeak(layer, forward, phase, had + (WEIGHTS + more) * MIB, had))
+    in_flight = int(BOUNDS.out), int(BOUNDS.back)
+    return dataclasses.replace(step, device_peaks=tuple(peaks), peak_in_flight=in_flight[0], peak_ahead=in_flight[1])
+
+
+def plan_of(limit: int, step: StepRecord, **arguments: Any) -> Plan:
+    return make_plan(policy(device_limit=limit * MIB), step, LINK, BOUNDS, **arguments)
+
+
+def following(step: StepRecord, plan: Plan) -> StepRecord:
+    """The record of a step with a plan."""
+    rows = [
+        row
+        if plan.goes(row.name, row.forward)
+        else dataclasses.replace(row, fate=Fate.KEPT, reason=Reason.PLAN, bytes_out=0)
+        for row in step.slots
+    ]
+    return with_peaks(dataclasses.replace(step, slots=tuple(rows), planned=True))
+
+
+def test_nothing_goes_where_the_limit_has_room_for_all() -> None:
+    all_stays = WEIGHTS + LAYERS * EACH + OWN[Phase.BACKWARD]
+    assert going(plan_of(all_stays, with_peaks(record()))) == set()
+    assert going(plan_of(all_stays - 1, with_peaks(record())))
+
+
+@pytest.mark.parametrize("less", [1, 35, 70, 105, 140])
+def test_limit_is_met_with_no_slot_more_than_it_needs(less: int) -> None:
+    step = with_peaks(record(layers=8, forward=100.0, backward=100.0, sizes={SlotName.ACT_INPUT: 30 * MIB}))
+    limit = WEIGHTS + 8 * 30 + OWN[Phase.BACKWARD] - less
+    plan = plan_of(limit, step)
+    assert plan.forecast is not None and plan.forecast.device_bytes is not None
+    found = following(step, plan).device_peak
+    assert found is not None and found.nbytes == plan.forecast.device_bytes <= limit * MIB
+    last = max(number for number, slot in enumerate(plan.slots) if slot.goes)
+    assert all(slot.goes for slot in plan.slots[:last])
+    slots = [dataclasses.replace(slot, goes=number < last) for number, slot in enumerate(plan.slots)]
+    without_it = following(step, Plan(tuple(slots))).device_peak
+    assert without_it is not None and without_it.nbytes > limit * MIB
+
+
+def test_what_is_predicted_for_the_choice_that_was_seen_is_what_was_seen() -> None:
+    step = following(with_peaks(record()), plan_of(WEIGHTS + 280, with_peaks(record())))
+    assert step.device_peak is not None
+    went = {(row.name, row.forward) for row in step.slots if row.bytes_out}
+    assert 0 < len(went) < 3 * LAYERS
+    sizes = {(row.name, row.forward): row.nbytes for row in step.slots}
+
+    def levels_of(choice: Choice) -> Levels:
+        parcels: dict[Key, list[Parcel]] = {}
+        for (name, forward), nbytes in sizes.items():
+            parcels.setdefault((name.split("/")[0], forward), []).append(Parcel(nbytes, (name, forward) in choice))
+        return follow(work_of(step), parcels, LINK, BOUNDS)[1]
+
+    budget = DeviceBudget(0, step, levels_of, levels_of(frozenset(went)))
+    assert budget.peak(frozenset(went)) == step.device_peak
+    assert budget.peak(frozenset(sizes)).nbytes < step.device_peak.nbytes < budget.peak(frozenset()).nbytes
+
+
+def test_peak_that_is_no_layer_s_own_counts_with_the_slots_that_are_there_then() -> None:
+    step = with_peaks(record(), layer3_AFTER=500)  # a loss, say: all layers' slots are there
+    plan = plan_of(WEIGHTS + 505 + 100, step)
+    assert plan.bytes_going >= (LAYERS * EACH - 100) * MIB
+    early = with_peaks(record(), layer0_FORWARD=500)  # nothing is saved yet, so that nothing need go
+    assert going(plan_of(WEIGHTS + 570, early)) == set()
+
+
+def test_limit_that_cannot_be_met_says_by_how_much_where_and_what_stays() -> None:
+    step = with_peaks(record(act_input=Reason.ASKED), layer3_AFTER=500)
+    with pytest.raises(BudgetError) as error:
+        plan_of(WEIGHTS, step)
+    message = str(error.value)
+    assert message.startswith("device_limit is 1000.0 MiB, but torch has ") and "(layer3, after the forward)" in message
+    assert "Of saved tensors 120.0 MiB stay, such as layer0/1.act_input (30.0 MiB, asked by the user)" in message
+
+
+def test_limit_that_the_seen_step_met_is_no_error_whatever_is_predicted() -> None:
+    step = with_peaks(record())
+    assert step.device_peak is not None
+    assert len(going(plan_of(step.device_peak.nbytes // MIB + 1, step))) <= 3 * LAYERS
+    with pytest.raises(BudgetError):
+        plan_of(WEIGHTS, step)
+    assert len(going(plan_of(WEIGHTS, step, strict=False))) == 3 * LAYERS
+
+
+def test_limit_and_a_host_that_has_no_room_exclude_each_other_and_say_so() -> None:
+    asked = policy(device_limit=(WEIGHTS + OWN[Phase.BACKWARD] + 150) * MIB, host_limit=10 * MIB)
+    with pytest.raises(BudgetError, match=r"device_limit=1.2 GiB sends .* but host_limit is 10.0 MiB"):
+        make_plan(asked, with_peaks(record()), LINK, BOUNDS)
+
+
+@pytest.mark.parametrize(
+    "others", [{"fraction": 0.5}, {"budget_per_layer": 1}, {"pp_rank_delta": 1, "pp_rank": 1}], ids=str
+)
+def test_limit_is_the_only_budget(others: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="Give device_limit alone"):
+        policy(device_limit="1GiB", **others)
+    assert policy(name=None, device_limit="1GiB").name == "planned"
+
+
+def test_ranks_plan_from_the_largest_of_their_peaks() -> None:
+    one, other = with_peaks(record(), layer3_AFTER=500), with_peaks(record(), layer0_FORWARD=500)
+    both = merge_records([one, other])
+    assert [peak.nbytes for peak in both.device_peaks] == [
+        max(mine.nbytes, its.nbytes) for mine, its in zip(one.device_peaks, other.device_peaks, strict=True)
+    ]
+    with pytest.raises(PlanError, match="cannot have the same plan"):
+        merge_records([one, dataclasses.replace(other, device_peaks=other.device_peaks[1:])])
+
+
+def test_each_peak_is_of_its_own_window() -> None:
+    reads = iter((7, 30, 10, 20, 40))
+    marks = Watermarks(lambda: next(reads))
+    marks.border("layer0", 0, Phase.FORWARD)  # in a step that is not watched
+    assert marks.end() == ()
+    marks.begin()
+    marks.border("layer0", 0, Phase.FORWARD)
+    marks.border("layer0", 0, Phase.AFTER)
+    marks.border("layer0", 0, Phase.BACKWARD)
+    found = marks.end()
+    assert [peak.nbytes for peak in found] == [30, 10, 20, 40]
+    assert [peak.phase for peak in found] == [Phase.BEFORE, Phase.FORWARD, Phase.AFTER, Phase.BACKWARD]
+    assert marks.end() == ()
+
+
+def test_report_says_where_the_peak_was_and_by_how_much_it_missed_the_limit() -> None:
+    step = with_peaks(record(), layer2_BACKWARD=900)
+    assert step.device_peak is not None
+    line = device_lines(step, step.device_peak.nbytes - 3 * MIB)
+    assert "(layer2, backward): 3.0 MiB more than device_limit" in line
+    assert "within device_limit" in device_lines(step, step.device_peak.nbytes)
+    assert device_lines(step, None) == device_lines(record(), 1) == ""
