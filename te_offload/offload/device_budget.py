@@ -9,14 +9,30 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from te_offload.errors import BudgetError
+from te_offload.offload.decide import Rules
 from te_offload.offload.record import DevicePeak, StepRecord
-from te_offload.offload.timeline import Key, Levels
+from te_offload.offload.timeline import Key, Levels, Parcel
 from te_offload.units import format_bytes
 
 Choice = frozenset[tuple[str, int]]  # names of slots, and their forwards
+
+
+def as_they_go(parcels: Mapping[Key, Sequence[Parcel]]) -> dict[Key, list[Parcel]]:
+    """Small slots of a forward together, whose memory is there until the last one has left. See `Rules`."""
+    found: dict[Key, list[Parcel]] = {}
+    for key, slots in parcels.items():
+        small, groups = 0, [slot for slot in slots if not slot.goes or slot.nbytes >= Rules.together]
+        for slot in slots:
+            if slot.goes and slot.nbytes < Rules.together:
+                if small + slot.nbytes > Rules.most_together:
+                    groups.append(Parcel(small, True))
+                    small = 0
+                small += slot.nbytes
+        found[key] = [*groups, Parcel(small, True)] if small else groups
+    return found
 
 
 def _key(peak: DevicePeak) -> Key:

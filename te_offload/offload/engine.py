@@ -17,7 +17,7 @@ import torch
 from te_offload.offload import numa
 from te_offload.offload.decide import Rules
 from te_offload.offload.device_memory import Watermarks
-from te_offload.offload.forecast import bounds_for, departures_for, pace_for
+from te_offload.offload.forecast import Foreseen, bounds_for, departures_for, pace_for
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.measure import FinishedStep, resolve
 from te_offload.offload.mover import Counts, Mover
@@ -83,7 +83,7 @@ class Engine:
         times_next: whether the next one is timed in any case.
         owned_storages: of the parameters of layers, as far as looked up in this step.
         delays: whether copies out are queued by `commit_delayed`. delay: what that has won and lost.
-        foreseen: when bytes come back and leave in the first steps of the next plan; ``None``: they tell.
+        foreseen: how steps of the next plan are to run; ``None``: they tell.
         watermarks: of the device's memory, taken in timed steps; ``None``: nobody asks for them.
     """
 
@@ -126,7 +126,8 @@ class Engine:
         self.delays = False
         self.delay = Delay()
         self._delayed: tuple[LayerVisit, float] | None = None
-        self.foreseen: tuple[Pace, Departures] | None = None
+        self.foreseen: Foreseen | None = None
+        self._as_foreseen = False
         self.watermarks: Watermarks | None = None
         self._finished: collections.deque[FinishedStep | StepRecord] = collections.deque(maxlen=HISTORY)
 
@@ -341,7 +342,7 @@ class Engine:
         to be needed (the latter: the last two), once the device has passed it. The first steps do not show it: in them host
         memory is page-locked, and what takes long needs few bytes in flight.
         """
-        if not self.returns.looks_ahead:  # who begins copies by hand says when
+        if self._as_foreseen or not self.returns.looks_ahead:  # who begins copies by hand says when
             return
         records = self._timed_since(self._adapted_to)
         if not records:
@@ -363,8 +364,14 @@ class Engine:
     def _forget_times(self) -> None:
         """Another plan: what did not go has no times. The next steps are timed until there are some."""
         self._timed_plan = self.rules.plan
-        self._last_pace, self._last_departures = self.foreseen or (None, None)
-        self.returns.pace, self.mover.departures, self.foreseen = self._last_pace, self._last_departures, None
+        self.returns.pace = self._last_pace = None
+        self.mover.departures = self._last_departures = None
+        given, self.foreseen = self.foreseen, None
+        self._as_foreseen = given is not None
+        if given is not None:
+            self.returns.pace, self.mover.departures = given.pace, given.departures
+            if self.adapts:
+                self.mover.max_in_flight, self.returns.max_ahead = int(given.bounds.out), int(given.bounds.back)
         self._adapted_to = self.steps - 1  # of the plan before
         self._timed_until = max(self._timed_until, self.steps + _TIMED_AGAIN)
 

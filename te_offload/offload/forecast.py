@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from te_offload.offload.plan import Plan
 from te_offload.offload.record import StepRecord
@@ -61,17 +62,28 @@ def parcels_of(record: StepRecord) -> dict[Key, list[Parcel]]:
     return parcels
 
 
-def foreseen(record: StepRecord, plan: Plan, link: Link) -> tuple[Pace, Departures]:
-    """When bytes will come back and leave in steps of a plan, before there was one.
+@dataclass(frozen=True)
+class Foreseen:
+    """How steps of a plan are to run, so that they hold what was predicted: when bytes come back and leave, and how many
+    are in flight.
+    """
+
+    pace: Pace
+    departures: Departures
+    bounds: Bounds
+
+
+def foreseen(record: StepRecord, plan: Plan, link: Link, bounds: Bounds) -> Foreseen:
+    """Of a plan.
 
     Args:
-        record: of a step with the same work. plan: made from it. link: the link's rates.
+        record: of a step with the same work. plan: made from it. link: the link's rates. bounds: of the prediction.
     """
     parcels: dict[Key, list[Parcel]] = {}
     for slot in plan.slots:
         parcels.setdefault((slot.name.split("/")[0], slot.forward), []).append(Parcel(slot.nbytes, slot.goes))
     work = work_of(record)
-    return pace_of(work, parcels, link), departures_of(work, parcels, link)
+    return Foreseen(pace_of(work, parcels, link), departures_of(work, parcels, link), bounds)
 
 
 def bounds_for(record: StepRecord) -> Bounds | None:

@@ -17,14 +17,14 @@ import torch
 
 from te_offload.errors import BudgetError, PlanError
 from te_offload.offload.decide import Rules
-from te_offload.offload.device_budget import Choice, DeviceBudget
+from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go
 from te_offload.offload.engine import Engine
 from te_offload.offload.forecast import fewest_in_flight, foreseen, parcels_of, work_of
 from te_offload.offload.link import probe_link
 from te_offload.offload.plan import Plan, PlannedSlot
 from te_offload.offload.policy import Policy
 from te_offload.offload.record import SlotRecord, StepRecord
-from te_offload.offload.timeline import Bounds, Forecast, Key, Link, Parcel, follow, simulate
+from te_offload.offload.timeline import Bounds, Forecast, Key, Levels, Link, Parcel, follow, simulate
 from te_offload.slots import Fate, Reason
 from te_offload.units import format_bytes
 
@@ -109,8 +109,8 @@ class Planner:
 
     def _follow(self, plan: Plan, record: StepRecord, link: Link, engine: Engine) -> None:
         self.plan, self._planned_at = plan, engine.steps
-        if self._policy.device_limit is not None:  # no step may take more, not even the first ones, which would tell
-            engine.foreseen = foreseen(record, plan, link)
+        if plan.bounds is not None:  # no step may take more, not even the first ones, which would tell
+            engine.foreseen = foreseen(record, plan, link, plan.bounds)
 
     def _over(self, engine: Engine) -> StepRecord | None:
         """The last timed step, if that took more of the device than it may, and more could go."""
@@ -288,14 +288,15 @@ def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds | N
 
     budget = None
     if policy.device_limit is not None:
-        # As many bytes in flight as there were, or as all slots need: to look for those of each choice takes too long.
-        all_of_them = bounds_of(frozenset(slots))
-        most = _bounds(max(record.peak_in_flight, all_of_them.out), max(record.peak_ahead, all_of_them.back))
+        bounds = bounds_of(frozenset(slots))  # to look for those of each choice takes too long
+
+        def levels_of(parcels: Mapping[Key, Sequence[Parcel]]) -> Levels:
+            assert bounds is not None
+            return follow(work, as_they_go(parcels), link, bounds)[1]
+
         # What was foreseen for a plan's own step tells how it errs; in the first steps copies have no pace yet.
-        seen = follow(work, parcels_of(record), link, most)[1] if record.planned else None
-        budget = DeviceBudget(
-            policy.device_limit, record, lambda choice: follow(work, parcels_in(choice), link, most)[1], seen
-        )
+        seen = levels_of(parcels_of(record)) if record.planned else None
+        budget = DeviceBudget(policy.device_limit, record, lambda choice: levels_of(parcels_in(choice)), seen)
         choices = budget.choices(_orders(slots), strict=strict)
     else:
         choices = _choices(policy, record, slots)
@@ -316,7 +317,7 @@ def make_plan(policy: Policy, record: StepRecord, link: Link, bounds: Bounds | N
     found = forecast(going)
     if budget is not None:
         found = dataclasses.replace(found, device_bytes=budget.peak(going).nbytes)
-    return Plan(planned, found)
+    return Plan(planned, found, None if budget is None else bounds)
 
 
 def _choices(policy: Policy, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> list[Choice]:

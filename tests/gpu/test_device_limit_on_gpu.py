@@ -70,7 +70,7 @@ def test_no_step_takes_more_than_the_limit_less_than_all_goes_and_no_bit_changes
     limit = int(most - share * (most - least))
     peak, out, session = peak_of_steps(model, given, device_limit=limit)
     assert session.plan is not None and session.plan.forecast is not None
-    print(f"most {most} least {least} limit {limit} peak {peak} out {out} of {all_out} {session.plan.forecast}")
+    print(f"\nmost {most} least {least} limit {limit} peak {peak} out {out} of {all_out} {session.plan.forecast}")
     assert peak <= limit
     assert 0 < out < all_out
     expected = {name: grad.clone() for name, grad in train(model, given[0]).items()}
