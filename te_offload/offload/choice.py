@@ -1,0 +1,333 @@
+"""The choice of a plan: of one step's slots those that go, to meet the budgets with the least predicted waiting.
+
+In: a record with times, a policy, the link's rates. Out: a frozen `Plan`. Keeps true: budgets are met, or a `BudgetError`
+says by how many bytes not, and which slots would have to go; of the choices that meet them the one with the least predicted
+waiting is taken; the same record gives the same plan. Does not: know when to plan, or move bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from te_offload.errors import BudgetError
+from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go
+from te_offload.offload.forecast import fewest_in_flight, work_of
+from te_offload.offload.plan import Plan, PlannedSlot
+from te_offload.offload.policy import Policy
+from te_offload.offload.record import SlotRecord, StepRecord
+from te_offload.offload.timeline import Bounds, Forecast, Key, Levels, Link, Parcel, follow, simulate
+from te_offload.slots import Fate, Reason, SlotName
+from te_offload.units import format_bytes
+
+_MAY_GO = (Reason.NONE, Reason.PLAN, Reason.NO_ROOM)
+_BRUTE_FORCE = 12  # slots of a layer up to which all choices are tried
+_FEWER = (1.0, 0.5, 0.25, 0.0)  # of the bytes in flight; with none there is one slot each way
+_KINDS = 4  # of slots, those of the most bytes, that may go first of all for a limit of the device
+
+
+def given_bounds(out: float = math.inf, back: float = math.inf) -> Bounds:
+    """As the engine has them: what has not left is read where it is, and bytes have their pace."""
+    return Bounds(out, back, recall=True, paced=True)
+
+
+def bytes_by_slot(record: StepRecord) -> dict[tuple[str, int], int]:
+    """Bytes of every slot that may go, by name and forward; what nobody named is one slot of its forward."""
+    found: dict[tuple[str, int], int] = {}
+    for row in record.slots:
+        if _may_go(row):
+            found[row.name, row.forward] = found.get((row.name, row.forward), 0) + row.nbytes
+    return found
+
+
+def _may_go(row: SlotRecord) -> bool:
+    return row.fate in (Fate.OFFLOADED, Fate.KEPT) and row.reason in _MAY_GO and row.nbytes > 0
+
+
+# The choice ---------------------------------------------------------------------------------------------------------
+
+
+def check_host_limit(limit: int, record: StepRecord) -> None:
+    """Refuse a host limit under which nothing can ever go.
+
+    Raises:
+        BudgetError: it is smaller than every slot that may go.
+    """
+    rows = [row for row in record.slots if _may_go(row)]
+    if rows and all(row.reason is Reason.NO_ROOM for row in rows):
+        smallest = min(rows, key=lambda row: row.nbytes)
+        if smallest.nbytes > limit:
+            raise BudgetError(
+                f"host_limit is {format_bytes(limit)}, but the smallest slot that may go, {smallest.name}, has "
+                f"{format_bytes(smallest.nbytes)}: {format_bytes(smallest.nbytes - limit)} too little for anything to go. "
+                "Raise host_limit, or leave the session out."
+            )
+
+
+class _Steps:
+    """Steps like a recorded one, with any slots going."""
+
+    def __init__(self, record: StepRecord, link: Link, bounds: Bounds | None) -> None:
+        self.record = record
+        self.slots = bytes_by_slot(record)
+        self._link = link
+        self._given = bounds
+        self._work = work_of(record)
+        self._layers = {key: key[0].split("/")[0] for key in self.slots}
+        self._tensors = dict.fromkeys(self.slots, 1)
+        for row in record.slots:
+            key = row.name, row.forward
+            if key in self.slots and row.slot is SlotName.OTHER:
+                self._tensors[key] = max(self._tensors[key], row.tensors)
+
+    @property
+    def bounds_are_given(self) -> bool:
+        return self._given is not None
+
+    def parcels(self, going: Choice) -> dict[Key, list[Parcel]]:
+        parcels: dict[Key, list[Parcel]] = {}
+        for key, nbytes in self.slots.items():
+            parcels.setdefault((self._layers[key], key[1]), []).append(Parcel(nbytes, key in going))
+        return parcels
+
+    def bounds(self, going: Choice) -> Bounds:
+        """As few bytes in flight as a choice needs, unless they are given."""
+        if self._given is not None:
+            return self._given
+        few = fewest_in_flight(self.record, self.parcels(going), self._link)
+        return given_bounds() if few is None else given_bounds(few.out, few.back)
+
+    def forecast(self, going: Choice, bounds: Bounds) -> Forecast:
+        return simulate(self._work, self.parcels(going), self._link, bounds)
+
+    def levels(self, going: Choice, bounds: Bounds) -> Levels:
+        """What is on the device on the way, of parcels as they go."""
+        parcels: dict[Key, list[Parcel]] = {}
+        for name in dict.fromkeys((self._layers[key], key[1]) for key in self.slots):
+            mine = [key for key in self.slots if (self._layers[key], key[1]) == name]
+            pieces = [piece for key in mine if key in going for piece in self._pieces(key)]
+            kept = sum(self.slots[key] for key in mine if key not in going)
+            parcels[name] = [Parcel(kept, False), *(Parcel(nbytes, True) for nbytes in as_they_go(pieces))]
+        return follow(self._work, parcels, self._link, bounds)[1]
+
+    def _pieces(self, key: tuple[str, int]) -> list[int]:
+        """Bytes of what goes by itself: of what nobody named, each tensor, all taken for alike."""
+        count = self._tensors[key]
+        return [self.slots[key] // count] * (count - 1) + [self.slots[key] - self.slots[key] // count * (count - 1)]
+
+    @property
+    def largest(self) -> int:
+        """Bytes of what goes as one, at most."""
+        groups = [as_they_go(self._pieces(key)) for key in self.slots]
+        return max((nbytes for group in groups for nbytes in group), default=0)
+
+    def cost(self, going: Choice, bounds: Bounds) -> tuple[float, int, int, int]:
+        """Of two choices the one that costs less is better."""
+        found = self.forecast(going, bounds)
+        looked_at = len({(self._layers[key], key[1]) for key in going})  # each takes the host longer than a slot does
+        # Sums of times that wait for nothing are equal.
+        return round(found.step_ms, 6), found.peak_bytes, looked_at, -len(going)
+
+
+def make_plan(
+    policy: Policy,
+    record: StepRecord,
+    link: Link,
+    bounds: Bounds | None,
+    *,
+    before: Plan | None = None,
+) -> Plan:
+    """The plan for steps like a recorded one.
+
+    Args:
+        policy: what the user asks for. record: of a step, with times. link: the link's rates.
+        bounds: bytes in flight; ``None``: as few as the choice needs.
+        before: the plan that the recorded step had, if there was one. Then a device's limit that cannot be met is no error
+            any more: all goes.
+
+    Raises:
+        BudgetError: the budgets cannot be met.
+    """
+    steps = _Steps(record, link, bounds)
+    if policy.device_limit is not None:
+        return _within_device(policy, steps, before)
+    order = list(steps.slots)
+    going = min(_choices(policy, record, steps.slots), key=lambda choice: steps.cost(choice, steps.bounds(choice)))
+    chosen = steps.bounds(going)
+
+    def forecast(going: Choice) -> Forecast:
+        return steps.forecast(going, chosen)
+
+    if policy.budget_per_layer is None and policy.fraction is None:
+        going = _keep_the_last(order, going, forecast)
+    going = _keep_more(policy.keep_more, order, steps.slots, going)
+    if policy.host_limit is not None:
+        going = _fit_host(policy, order, steps.slots, going, forecast)
+    return _plan_of(steps, going, forecast(going))
+
+
+def _plan_of(steps: _Steps, going: Choice, forecast: Forecast, bounds: Bounds | None = None) -> Plan:
+    planned = (PlannedSlot(*key, nbytes, key in going) for key, nbytes in steps.slots.items())
+    return Plan(tuple(planned), forecast, bounds)
+
+
+def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
+    """With as many bytes in flight as all slots need, or fewer: those take memory too. The plan before stays, unless it
+    took too much or another one is quicker.
+    """
+    assert policy.device_limit is not None
+    record, everything = steps.record, frozenset(steps.slots)
+    most = steps.bounds(everything)  # to look for those of each choice takes too long
+    took = 0 if record.device_peak is None else record.device_peak.nbytes
+    seen = None  # in the first steps copies have no pace yet
+    found: list[tuple[Choice, Bounds]] = []
+    if before is not None and before.bounds is not None:
+        went = frozenset(key for key in steps.slots if before.goes(*key))
+        seen = steps.levels(went, before.bounds)  # what was foreseen for its own step tells how that errs
+        if took <= policy.device_limit:
+            found.append((went, before.bounds))
+
+    def budget_with(bounds: Bounds) -> DeviceBudget:
+        # Where copies end a little sooner or later one more is under way.
+        given = policy.device_limit, record, lambda choice: steps.levels(choice, bounds), seen, steps.largest
+        return DeviceBudget(*given)  # type: ignore[arg-type]
+
+    for share in (1.0,) if steps.bounds_are_given else _FEWER:
+        bounds = dataclasses.replace(most, out=share * most.out, back=share * most.back)
+        choices = budget_with(bounds).choices(_orders(steps.slots, _KINDS))
+        found += [(choice, bounds) for choice in choices]
+        if any(not steps.forecast(choice, bounds).waiting_ms for choice in choices):
+            break  # with fewer in flight nothing is quicker
+    least = budget_with(bounds)
+    if not found and before is None and min(took, least.peak(everything).nbytes) > policy.device_limit:
+        raise least.too_small(everything)
+    going, bounds = min(found or [(everything, bounds)], key=lambda one: steps.cost(*one))
+    forecast = dataclasses.replace(steps.forecast(going, bounds), device_bytes=budget_with(bounds).peak(going).nbytes)
+    if policy.host_limit is not None:
+        _fit_host(policy, list(steps.slots), steps.slots, going, lambda _: forecast)
+    return _plan_of(steps, going, forecast, bounds)
+
+
+def _choices(policy: Policy, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> list[Choice]:
+    """Choices that meet the budget, all with about the fewest bytes."""
+    if policy.budget_per_layer is not None:
+        return [_within_budget(policy.budget_per_layer, record, slots)]
+    if policy.fraction is None:
+        return [frozenset(slots)]
+    wanted = policy.fraction * sum(slots.values())
+    choices = []
+    for order in _orders(slots):
+        chosen: list[tuple[str, int]] = []
+        total = 0
+        for key in order:
+            if total >= wanted:
+                break
+            chosen.append(key)
+            total += slots[key]
+        choices.append(frozenset(chosen))
+    return choices
+
+
+def _orders(slots: Mapping[tuple[str, int], int], most: int | None = None) -> list[list[tuple[str, int]]]:
+    """That in which slots are saved, and for each kind of slot all layers' of it first, then the others.
+
+    Args:
+        most: kinds, those of the most bytes; ``None``: all.
+    """
+    kinds: dict[str, int] = {}
+    for (name, _), nbytes in slots.items():
+        kind = name.split("/", 1)[1]
+        kinds[kind] = kinds.get(kind, 0) + nbytes
+    if most is not None:
+        kinds = dict(sorted(kinds.items(), key=lambda kind: -kind[1])[:most])
+    orders = [list(slots)]
+    for first in kinds:
+        orders.append(sorted(slots, key=lambda key, first=first: key[0].split("/", 1)[1] != first))  # type: ignore[misc]
+    return orders
+
+
+def _within_budget(budget: int, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> Choice:
+    going: set[tuple[str, int]] = set()
+    for window in record.windows:
+        rows = [row for row in record.slots if (row.layer, row.forward) == (window.layer, window.forward)]
+        stuck = [row for row in rows if row.holds_memory and not _may_go(row)]
+        staying = sum(row.nbytes for row in stuck)
+        if staying > budget:
+            names = ", ".join(f"{row.name} ({format_bytes(row.nbytes)}, {row.reason.value})" for row in stuck)
+            raise BudgetError(
+                f"budget_per_layer is {format_bytes(budget)}, but {format_bytes(staying)} of {window.layer} must stay, "
+                f"{format_bytes(staying - budget)} too much. These would have to go: {names}. Raise the budget, or let "
+                "them go."
+            )
+        mine = [key for key in slots if key[0].split("/")[0] == window.layer and key[1] == window.forward]
+        going |= _fewest_bytes(mine, slots, staying + sum(slots[key] for key in mine) - budget)
+    return frozenset(going)
+
+
+def _fewest_bytes(
+    keys: Sequence[tuple[str, int]], slots: Mapping[tuple[str, int], int], needed: int
+) -> set[tuple[str, int]]:
+    """Slots of at least ``needed`` bytes together, as few bytes as possible."""
+    if needed <= 0:
+        return set()
+    if len(keys) <= _BRUTE_FORCE:
+        groups = (group for size in range(1, len(keys) + 1) for group in itertools.combinations(keys, size))
+        enough = [group for group in groups if sum(slots[key] for key in group) >= needed]
+        return set(min(enough, key=lambda group: sum(slots[key] for key in group)))
+    chosen: set[tuple[str, int]] = set()
+    for key in sorted(keys, key=lambda key: -slots[key]):
+        if sum(slots[other] for other in chosen) < needed:
+            chosen.add(key)
+    return chosen
+
+
+def _keep_the_last(order: Sequence[tuple[str, int]], going: Choice, forecast: Callable[[Choice], Forecast]) -> Choice:
+    """Keep the slots saved last whose leaving would free nothing at the peak, and whose staying costs no time."""
+    best = forecast(going)
+    for key in reversed(order):
+        fewer = going - {key}
+        found = forecast(fewer)
+        if found.peak_bytes > best.peak_bytes or found.step_ms > best.step_ms * (1 + 1e-9):
+            break
+        going, best = fewer, found
+    return going
+
+
+def _keep_more(
+    nbytes: int, order: Sequence[tuple[str, int]], slots: Mapping[tuple[str, int], int], going: Choice
+) -> Choice:
+    kept = 0
+    for key in reversed(order):
+        if key in going and kept + slots[key] <= nbytes:
+            going, kept = going - {key}, kept + slots[key]
+    return going
+
+
+def _fit_host(
+    policy: Policy,
+    order: Sequence[tuple[str, int]],
+    slots: Mapping[tuple[str, int], int],
+    going: Choice,
+    forecast: Callable[[Choice], Forecast],
+) -> Choice:
+    assert policy.host_limit is not None
+    needed = forecast(going).host_bytes
+    if needed <= policy.host_limit:
+        return going
+    if policy.budget_per_layer is not None or policy.fraction is not None or policy.device_limit is not None:
+        names = ", ".join(dict.fromkeys(key[0] for key in order if key in going))
+        what = "budget_per_layer" if policy.fraction is None else f"fraction={policy.fraction:g}"
+        if policy.device_limit is not None:
+            what = f"device_limit={format_bytes(policy.device_limit)}"
+        raise BudgetError(
+            f"{what} sends {format_bytes(needed)} to the host, but host_limit is {format_bytes(policy.host_limit)}, "
+            f"{format_bytes(needed - policy.host_limit)} less. These would have to go: {names}. Raise host_limit, or let "
+            "more stay on the device."
+        )
+    for key in reversed(order):
+        if forecast(going).host_bytes <= policy.host_limit:
+            break
+        going -= {key}
+    return going
