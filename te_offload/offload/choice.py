@@ -7,24 +7,37 @@ waiting is taken; the same record gives the same plan. Does not: know when to pl
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 from te_offload.errors import BudgetError
-from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go
-from te_offload.offload.forecast import fewest_in_flight, work_of
+from te_offload.offload.device_budget import Choice, DeviceBudget
+from te_offload.offload.forecast import as_they_go, fewest_in_flight, pieces_of, work_of
 from te_offload.offload.plan import Plan, PlannedSlot
 from te_offload.offload.policy import Policy
 from te_offload.offload.record import SlotRecord, StepRecord
-from te_offload.offload.timeline import Bounds, Forecast, Key, Levels, Link, Parcel, follow, simulate
-from te_offload.slots import Fate, Reason, SlotName
+from te_offload.offload.timeline import (
+    Bounds,
+    Forecast,
+    Foreseen,
+    Key,
+    Levels,
+    Link,
+    Parcel,
+    departures_of,
+    follow,
+    pace_of,
+    simulate,
+)
+from te_offload.slots import Fate, Reason
 from te_offload.units import format_bytes
 
 _MAY_GO = (Reason.NONE, Reason.PLAN, Reason.NO_ROOM)
 _BRUTE_FORCE = 12  # slots of a layer up to which all choices are tried
-_FEWER = (1.0, 0.5, 0.25, 0.0)  # of the bytes in flight; with none there is one slot each way
+_FEWER = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the bytes in flight; with none there is one slot each way
 _KINDS = 4  # of slots, those of the most bytes, that may go first of all for a limit of the device
 
 
@@ -76,20 +89,22 @@ class _Steps:
         self._given = bounds
         self._work = work_of(record)
         self._layers = {key: key[0].split("/")[0] for key in self.slots}
-        self._tensors = dict.fromkeys(self.slots, 1)
+        tensors: collections.Counter[tuple[str, int]] = collections.Counter()
+        kinds = {(row.name, row.forward): row.slot for row in record.slots}
         for row in record.slots:
-            key = row.name, row.forward
-            if key in self.slots and row.slot is SlotName.OTHER:
-                self._tensors[key] = max(self._tensors[key], row.tensors)
+            tensors[row.name, row.forward] += row.tensors
+        self._pieces = {key: pieces_of(kinds[key], nbytes, tensors[key]) for key, nbytes in self.slots.items()}
 
     @property
     def bounds_are_given(self) -> bool:
         return self._given is not None
 
     def parcels(self, going: Choice) -> dict[Key, list[Parcel]]:
+        """Of a choice."""
         parcels: dict[Key, list[Parcel]] = {}
         for key, nbytes in self.slots.items():
-            parcels.setdefault((self._layers[key], key[1]), []).append(Parcel(nbytes, key in going))
+            mine = parcels.setdefault((self._layers[key], key[1]), [])
+            mine += [Parcel(piece, True) for piece in self._pieces[key]] if key in going else [Parcel(nbytes, False)]
         return parcels
 
     def bounds(self, going: Choice) -> Bounds:
@@ -103,25 +118,23 @@ class _Steps:
         return simulate(self._work, self.parcels(going), self._link, bounds)
 
     def levels(self, going: Choice, bounds: Bounds) -> Levels:
-        """What is on the device on the way, of parcels as they go."""
-        parcels: dict[Key, list[Parcel]] = {}
-        for name in dict.fromkeys((self._layers[key], key[1]) for key in self.slots):
-            mine = [key for key in self.slots if (self._layers[key], key[1]) == name]
-            pieces = [piece for key in mine if key in going for piece in self._pieces(key)]
-            kept = sum(self.slots[key] for key in mine if key not in going)
-            parcels[name] = [Parcel(kept, False), *(Parcel(nbytes, True) for nbytes in as_they_go(pieces))]
+        """What is on the device on the way."""
+        parcels = {}
+        for key, mine in self.parcels(going).items():
+            groups = as_they_go(parcel.nbytes for parcel in mine if parcel.goes)
+            parcels[key] = [parcel for parcel in mine if not parcel.goes] + [Parcel(group, True) for group in groups]
         return follow(self._work, parcels, self._link, bounds)[1]
 
-    def _pieces(self, key: tuple[str, int]) -> list[int]:
-        """Bytes of what goes by itself: of what nobody named, each tensor, all taken for alike."""
-        count = self._tensors[key]
-        return [self.slots[key] // count] * (count - 1) + [self.slots[key] - self.slots[key] // count * (count - 1)]
+    def foreseen(self, going: Choice, bounds: Bounds) -> Foreseen:
+        """How steps are to run that hold those levels."""
+        parcels = self.parcels(going)
+        of_these = self._work, parcels, self._link
+        return Foreseen(pace_of(*of_these), departures_of(*of_these), bounds)
 
     @property
     def largest(self) -> int:
         """Bytes of what goes as one, at most."""
-        groups = [as_they_go(self._pieces(key)) for key in self.slots]
-        return max((nbytes for group in groups for nbytes in group), default=0)
+        return max((piece for pieces in self._pieces.values() for piece in pieces), default=0)
 
     def cost(self, going: Choice, bounds: Bounds) -> tuple[float, int, int, int]:
         """Of two choices the one that costs less is better."""
@@ -168,9 +181,9 @@ def make_plan(
     return _plan_of(steps, going, forecast(going))
 
 
-def _plan_of(steps: _Steps, going: Choice, forecast: Forecast, bounds: Bounds | None = None) -> Plan:
+def _plan_of(steps: _Steps, going: Choice, forecast: Forecast, foreseen: Foreseen | None = None) -> Plan:
     planned = (PlannedSlot(*key, nbytes, key in going) for key, nbytes in steps.slots.items())
-    return Plan(tuple(planned), forecast, bounds)
+    return Plan(tuple(planned), forecast, foreseen)
 
 
 def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
@@ -183,11 +196,11 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
     took = 0 if record.device_peak is None else record.device_peak.nbytes
     seen = None  # in the first steps copies have no pace yet
     found: list[tuple[Choice, Bounds]] = []
-    if before is not None and before.bounds is not None:
+    if before is not None and before.foreseen is not None:
         went = frozenset(key for key in steps.slots if before.goes(*key))
-        seen = steps.levels(went, before.bounds)  # what was foreseen for its own step tells how that errs
+        seen = steps.levels(went, before.foreseen.bounds)  # what was foreseen for its own step tells how that errs
         if took <= policy.device_limit:
-            found.append((went, before.bounds))
+            found.append((went, before.foreseen.bounds))
 
     def budget_with(bounds: Bounds) -> DeviceBudget:
         # Where copies end a little sooner or later one more is under way.
@@ -207,7 +220,7 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
     forecast = dataclasses.replace(steps.forecast(going, bounds), device_bytes=budget_with(bounds).peak(going).nbytes)
     if policy.host_limit is not None:
         _fit_host(policy, list(steps.slots), steps.slots, going, lambda _: forecast)
-    return _plan_of(steps, going, forecast, bounds)
+    return _plan_of(steps, going, forecast, steps.foreseen(going, bounds))
 
 
 def _choices(policy: Policy, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> list[Choice]:

@@ -12,26 +12,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from te_offload.errors import BudgetError
-from te_offload.offload.decide import Rules
 from te_offload.offload.record import DevicePeak, StepRecord
 from te_offload.offload.timeline import Key, Levels
 from te_offload.units import format_bytes
 
 Choice = frozenset[tuple[str, int]]  # names of slots, and their forwards
-
-
-def as_they_go(sizes: Iterable[int]) -> list[int]:
-    """Bytes that go as one: of a forward's slots small ones together, as `Rules` has it."""
-    groups, small = [], 0
-    for nbytes in sizes:
-        if nbytes >= Rules.together:
-            groups.append(nbytes)
-            continue
-        if small + nbytes > Rules.most_together:
-            groups.append(small)
-            small = 0
-        small += nbytes
-    return [*groups, small] if small else groups
 
 
 def _key(peak: DevicePeak) -> Key:

@@ -17,7 +17,7 @@ import torch
 from te_offload.offload import numa
 from te_offload.offload.decide import Rules
 from te_offload.offload.device_memory import Watermarks
-from te_offload.offload.forecast import Foreseen, bounds_for, departures_for, pace_for
+from te_offload.offload.forecast import bounds_for, departures_for, pace_for
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.measure import FinishedStep, resolve
 from te_offload.offload.mover import Counts, Mover
@@ -83,7 +83,6 @@ class Engine:
         times_next: whether the next one is timed in any case.
         owned_storages: of the parameters of layers, as far as looked up in this step.
         delays: whether copies out are queued by `commit_delayed`. delay: what that has won and lost.
-        foreseen: how steps of the next plan are to run; ``None``: they tell.
         watermarks: of the device's memory, taken in timed steps; ``None``: nobody asks for them.
     """
 
@@ -126,8 +125,6 @@ class Engine:
         self.delays = False
         self.delay = Delay()
         self._delayed: tuple[LayerVisit, float] | None = None
-        self.foreseen: Foreseen | None = None
-        self._as_foreseen = False
         self.watermarks: Watermarks | None = None
         self._finished: collections.deque[FinishedStep | StepRecord] = collections.deque(maxlen=HISTORY)
 
@@ -342,7 +339,9 @@ class Engine:
         to be needed (the latter: the last two), once the device has passed it. The first steps do not show it: in them host
         memory is page-locked, and what takes long needs few bytes in flight.
         """
-        if self._as_foreseen or not self.returns.looks_ahead:  # who begins copies by hand says when
+        if not self.returns.looks_ahead:  # who begins copies by hand says when
+            return
+        if self._timed_plan is not None and self._timed_plan.foreseen is not None:  # steps hold to that
             return
         records = self._timed_since(self._adapted_to)
         if not records:
@@ -366,8 +365,7 @@ class Engine:
         self._timed_plan = self.rules.plan
         self.returns.pace = self._last_pace = None
         self.mover.departures = self._last_departures = None
-        given, self.foreseen = self.foreseen, None
-        self._as_foreseen = given is not None
+        given = None if self.rules.plan is None else self.rules.plan.foreseen
         if given is not None:
             self.returns.pace, self.mover.departures = given.pace, given.departures
             if self.adapts:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from te_offload.errors import PlanError
-from te_offload.offload.timeline import Bounds, Forecast
+from te_offload.offload.timeline import Forecast, Foreseen
 from te_offload.slots import TENSORS_OP, SlotName
 
 SCHEMA = "te_offload.plan/1"
@@ -42,12 +42,12 @@ class Plan:
     Attributes:
         slots: every slot that may go, in the order in which they are saved.
         forecast: what was predicted; ``None`` for a plan written by hand.
-        bounds: bytes in flight of that prediction, if they are to be kept; in no file.
+        foreseen: how its steps are to run, if they may not hold more than predicted; in no file.
     """
 
     slots: tuple[PlannedSlot, ...]
     forecast: Forecast | None = None
-    bounds: Bounds | None = None
+    foreseen: Foreseen | None = None
 
     @functools.cached_property
     def _goes(self) -> dict[tuple[str, int], bool]:

@@ -17,7 +17,6 @@ from te_offload.errors import PlanError
 from te_offload.offload.choice import bytes_by_slot, check_host_limit, given_bounds, make_plan
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import Engine
-from te_offload.offload.forecast import foreseen
 from te_offload.offload.link import probe_link
 from te_offload.offload.plan import Plan
 from te_offload.offload.policy import Policy
@@ -98,13 +97,8 @@ class Planner:
             engine.times_next = True
 
     def _plan_from(self, record: StepRecord, engine: Engine) -> None:
-        plan = make_plan(self._policy, record, self._rates(engine), _given(engine), before=self.plan)
-        self._follow(plan, record, self._rates(engine), engine)
-
-    def _follow(self, plan: Plan, record: StepRecord, link: Link, engine: Engine) -> None:
-        self.plan, self._planned_at = plan, engine.steps
-        if plan.bounds is not None:  # no step may take more, not even the first ones, which would tell
-            engine.foreseen = foreseen(record, plan, link, plan.bounds)
+        self.plan = make_plan(self._policy, record, self._rates(engine), _given(engine), before=self.plan)
+        self._planned_at = engine.steps
 
     def _over(self, engine: Engine) -> StepRecord | None:
         """The last timed step, if that took more of the device than it may, and more could go."""
@@ -160,8 +154,8 @@ class Planner:
         if len(given) == len(everyone):
             bounds = given_bounds(*(max(getattr(one, way) for one in given) for way in ("out", "back")))
         if self.plan is None or self._is_over(record) or self._drifts(record):
-            plan = make_plan(self._policy, record, link, bounds, before=self.plan)
-            self._follow(plan, record, link, engine)
+            self.plan = make_plan(self._policy, record, link, bounds, before=self.plan)
+            self._planned_at = engine.steps
 
     def _drifts(self, record: StepRecord) -> bool:
         return self.plan is not None and self.plan.drift(bytes_by_slot(record)) > self._policy.replan_drift

@@ -168,6 +168,17 @@ class Departures:
         )
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """How steps of a plan are to run, so that they hold what was predicted: when bytes come back and leave, and how many
+    are in flight.
+    """
+
+    pace: Pace
+    departures: Departures
+    bounds: Bounds
+
+
 def departures_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link: Link) -> Departures:
     """When copies out are over that run one after the other, each after its forward, and take a tenth longer than the
     link's rate says.
