@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from te_offload.errors import BudgetError
-from te_offload.offload.device_budget import Choice, DeviceBudget
-from te_offload.offload.forecast import as_they_go, fewest_in_flight, pieces_of, work_of
+from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go, pieces_of
+from te_offload.offload.forecast import fewest_in_flight, work_of
 from te_offload.offload.plan import Plan, PlannedSlot
 from te_offload.offload.policy import Policy
 from te_offload.offload.record import SlotRecord, StepRecord
@@ -38,6 +38,7 @@ from te_offload.units import format_bytes
 _MAY_GO = (Reason.NONE, Reason.PLAN, Reason.NO_ROOM)
 _BRUTE_FORCE = 12  # slots of a layer up to which all choices are tried
 _FEWER = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the bytes in flight; with none there is one slot each way
+_QUICKER = 1.05  # times as long a step is foreseen with a plan that there is as with another, and it stays
 _KINDS = 4  # of slots, those of the most bytes, that may go first of all for a limit of the device
 
 
@@ -99,12 +100,13 @@ class _Steps:
     def bounds_are_given(self) -> bool:
         return self._given is not None
 
-    def parcels(self, going: Choice) -> dict[Key, list[Parcel]]:
-        """Of a choice."""
+    def parcels(self, going: Choice, *, in_pieces: bool = False) -> dict[Key, list[Parcel]]:
+        """Of a choice. ``in_pieces``: what nobody named not as one."""
         parcels: dict[Key, list[Parcel]] = {}
         for key, nbytes in self.slots.items():
-            mine = parcels.setdefault((self._layers[key], key[1]), [])
-            mine += [Parcel(piece, True) for piece in self._pieces[key]] if key in going else [Parcel(nbytes, False)]
+            goes = key in going
+            pieces = self._pieces[key] if in_pieces and goes else [nbytes]
+            parcels.setdefault((self._layers[key], key[1]), []).extend(Parcel(piece, goes) for piece in pieces)
         return parcels
 
     def bounds(self, going: Choice) -> Bounds:
@@ -114,13 +116,14 @@ class _Steps:
         few = fewest_in_flight(self.record, self.parcels(going), self._link)
         return given_bounds() if few is None else given_bounds(few.out, few.back)
 
-    def forecast(self, going: Choice, bounds: Bounds) -> Forecast:
-        return simulate(self._work, self.parcels(going), self._link, bounds)
+    def forecast(self, going: Choice, bounds: Bounds, *, in_pieces: bool = False) -> Forecast:
+        """Of steps with a choice."""
+        return simulate(self._work, self.parcels(going, in_pieces=in_pieces), self._link, bounds)
 
     def levels(self, going: Choice, bounds: Bounds) -> Levels:
         """What is on the device on the way."""
         parcels = {}
-        for key, mine in self.parcels(going).items():
+        for key, mine in self.parcels(going, in_pieces=True).items():
             groups = as_they_go(parcel.nbytes for parcel in mine if parcel.goes)
             parcels[key] = [parcel for parcel in mine if not parcel.goes] + [Parcel(group, True) for group in groups]
         return follow(self._work, parcels, self._link, bounds)[1]
@@ -136,9 +139,9 @@ class _Steps:
         """Bytes of what goes as one, at most."""
         return max((piece for pieces in self._pieces.values() for piece in pieces), default=0)
 
-    def cost(self, going: Choice, bounds: Bounds) -> tuple[float, int, int, int]:
+    def cost(self, going: Choice, bounds: Bounds, *, in_pieces: bool = False) -> tuple[float, int, int, int]:
         """Of two choices the one that costs less is better."""
-        found = self.forecast(going, bounds)
+        found = self.forecast(going, bounds, in_pieces=in_pieces)
         looked_at = len({(self._layers[key], key[1]) for key in going})  # each takes the host longer than a slot does
         # Sums of times that wait for nothing are equal.
         return round(found.step_ms, 6), found.peak_bytes, looked_at, -len(going)
@@ -190,34 +193,45 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
     """With as many bytes in flight as all slots need, or fewer: those take memory too. The plan before stays, unless it
     took too much or another one is quicker.
     """
-    assert policy.device_limit is not None
-    record, everything = steps.record, frozenset(steps.slots)
+    limit, record, everything = policy.device_limit, steps.record, frozenset(steps.slots)
+    assert limit is not None
     most = steps.bounds(everything)  # to look for those of each choice takes too long
     took = 0 if record.device_peak is None else record.device_peak.nbytes
     seen = None  # in the first steps copies have no pace yet
     found: list[tuple[Choice, Bounds]] = []
+    stays: tuple[Choice, Bounds] | None = None
     if before is not None and before.foreseen is not None:
         went = frozenset(key for key in steps.slots if before.goes(*key))
         seen = steps.levels(went, before.foreseen.bounds)  # what was foreseen for its own step tells how that errs
-        if took <= policy.device_limit:
-            found.append((went, before.foreseen.bounds))
+        if took <= limit:
+            stays = went, before.foreseen.bounds
 
     def budget_with(bounds: Bounds) -> DeviceBudget:
-        # Where copies end a little sooner or later one more is under way.
-        given = policy.device_limit, record, lambda choice: steps.levels(choice, bounds), seen, steps.largest
-        return DeviceBudget(*given)  # type: ignore[arg-type]
+        return DeviceBudget(
+            limit,
+            record,
+            lambda choice: steps.levels(choice, bounds),
+            seen,
+            margin=steps.largest,  # where copies end a little sooner or later one more is under way
+        )
 
     for share in (1.0,) if steps.bounds_are_given else _FEWER:
         bounds = dataclasses.replace(most, out=share * most.out, back=share * most.back)
         choices = budget_with(bounds).choices(_orders(steps.slots, _KINDS))
         found += [(choice, bounds) for choice in choices]
-        if any(not steps.forecast(choice, bounds).waiting_ms for choice in choices):
+        if any(not steps.forecast(choice, bounds, in_pieces=True).waiting_ms for choice in choices):
             break  # with fewer in flight nothing is quicker
     least = budget_with(bounds)
-    if not found and before is None and min(took, least.peak(everything).nbytes) > policy.device_limit:
+    if not found and before is None and min(took, least.peak(everything).nbytes) > limit:
         raise least.too_small(everything)
-    going, bounds = min(found or [(everything, bounds)], key=lambda one: steps.cost(*one))
-    forecast = dataclasses.replace(steps.forecast(going, bounds), device_bytes=budget_with(bounds).peak(going).nbytes)
+    found = found or [(everything, bounds)]
+    going, bounds = min(found, key=lambda one: steps.cost(*one, in_pieces=True))
+    forecast = steps.forecast(going, bounds, in_pieces=True)
+    if stays is not None:
+        as_before = steps.forecast(*stays, in_pieces=True)
+        if as_before.step_ms <= _QUICKER * forecast.step_ms:
+            (going, bounds), forecast = stays, as_before
+    forecast = dataclasses.replace(forecast, device_bytes=budget_with(bounds).peak(going).nbytes)
     if policy.host_limit is not None:
         _fit_host(policy, list(steps.slots), steps.slots, going, lambda _: forecast)
     return _plan_of(steps, going, forecast, steps.foreseen(going, bounds))

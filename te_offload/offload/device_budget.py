@@ -12,11 +12,35 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from te_offload.errors import BudgetError
+from te_offload.offload.decide import Rules
 from te_offload.offload.record import DevicePeak, StepRecord
 from te_offload.offload.timeline import Key, Levels
+from te_offload.slots import SlotName
 from te_offload.units import format_bytes
 
 Choice = frozenset[tuple[str, int]]  # names of slots, and their forwards
+
+
+def as_they_go(sizes: Iterable[int]) -> list[int]:
+    """Bytes that go as one: of a forward's slots small ones together, as `Rules` has it."""
+    groups, small = [], 0
+    for nbytes in sizes:
+        if nbytes >= Rules.together:
+            groups.append(nbytes)
+            continue
+        if small + nbytes > Rules.most_together:
+            groups.append(small)
+            small = 0
+        small += nbytes
+    return [*groups, small] if small else groups
+
+
+def pieces_of(slot: SlotName, nbytes: int, tensors: int) -> list[int]:
+    """Bytes of what goes by itself: all of a slot; of what nobody named its tensors, taken for alike."""
+    if slot is not SlotName.OTHER or tensors < 2:
+        return [nbytes]
+    each = nbytes // tensors
+    return as_they_go([each] * (tensors - 1) + [nbytes - each * (tensors - 1)])
 
 
 def _key(peak: DevicePeak) -> Key:

@@ -8,9 +8,8 @@ the same answer. Does not: choose slots (planner.py does).
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from te_offload.offload.decide import Rules
 from te_offload.offload.record import StepRecord
 from te_offload.offload.timeline import (
     Bounds,
@@ -24,7 +23,7 @@ from te_offload.offload.timeline import (
     pace_of,
     simulate,
 )
-from te_offload.slots import Fate, SlotName
+from te_offload.slots import Fate
 
 MARGIN = 1.25  # of what was measured to be needed
 _FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0)
@@ -51,37 +50,13 @@ def work_of(record: StepRecord) -> list[Work]:
     ]
 
 
-def as_they_go(sizes: Iterable[int]) -> list[int]:
-    """Bytes that go as one: of a forward's slots small ones together, as `Rules` has it."""
-    groups, small = [], 0
-    for nbytes in sizes:
-        if nbytes >= Rules.together:
-            groups.append(nbytes)
-            continue
-        if small + nbytes > Rules.most_together:
-            groups.append(small)
-            small = 0
-        small += nbytes
-    return [*groups, small] if small else groups
-
-
-def pieces_of(slot: SlotName, nbytes: int, tensors: int) -> list[int]:
-    """Bytes of what goes by itself: all of a slot; of what nobody named its tensors, taken for alike."""
-    if slot is not SlotName.OTHER or tensors < 2:
-        return [nbytes]
-    each = nbytes // tensors
-    return as_they_go([each] * (tensors - 1) + [nbytes - each * (tensors - 1)])
-
-
 def parcels_of(record: StepRecord) -> dict[Key, list[Parcel]]:
     """The slots of each forward of a step, and which of them went."""
     parcels: dict[Key, list[Parcel]] = {}
     for row in record.slots:
         goes, parcels_here = row.fate is Fate.OFFLOADED, parcels.setdefault((row.layer, row.forward), [])
-        if goes:
-            parcels_here += [Parcel(piece, True) for piece in pieces_of(row.slot, row.bytes_out, row.tensors)]
-        elif row.fate is Fate.KEPT:  # else it is nowhere until the backward
-            parcels_here.append(Parcel(row.nbytes, False))
+        if goes or row.fate is Fate.KEPT:  # else it is nowhere until the backward
+            parcels_here.append(Parcel(row.bytes_out if goes else row.nbytes, goes))
     return parcels
 
 
