@@ -130,8 +130,7 @@ class _Steps:
 
     def foreseen(self, going: Choice, bounds: Bounds) -> Foreseen:
         """How steps are to run that hold those levels."""
-        parcels = self.parcels(going)
-        of_these = self._work, parcels, self._link
+        of_these = self._work, self.parcels(going, in_pieces=True), self._link
         return Foreseen(pace_of(*of_these), departures_of(*of_these), bounds)
 
     @property
