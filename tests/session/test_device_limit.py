@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
+import torch
 
 from te_offload import OffloadSession, Phase
 from te_offload.errors import ArgumentError, BudgetError, UnsupportedError
+from te_offload.offload import device_budget
 from te_offload.offload import session as session_module
+from te_offload.offload.decide import Rules
 from te_offload.offload.device_memory import Watermarks
 from te_offload.offload.engine import TIMED_EVERY
 from tests.session.test_lifetime import Stack
+from tests.support.process_groups import alone
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.simulated_steps import Training, engine_on
 
@@ -137,22 +142,76 @@ def test_phases_of_a_step_are_recorded_in_order(allocator: Allocator, device: Si
     assert names == [("", Phase.BEFORE), *forwards, ("layer1", Phase.BACKWARD), ("layer0", Phase.BACKWARD)]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_random_stacks_within_random_limits(seed: int, allocator: Allocator, device: SimulatedDevice) -> None:
+class _SavesOthers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        ctx.save_for_backward(*(torch.full((nbytes,), nbytes % 251, dtype=torch.uint8) for nbytes in sizes))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        assert all(bool(tensor.eq(tensor.numel() % 251).all()) for tensor in ctx.saved_tensors)
+        return grad, None
+
+
+class Others(torch.nn.Module):
+    """Saves tensors that nobody names."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _SavesOthers.apply(x, self.sizes)  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_stacks_are_within_random_limits_from_the_first_step_of_the_plan_on_and_take_the_time_foreseen(
+    seed: int, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_budget, "Rules", Rules(enabled=True, min_bytes=0, together=0))  # as `engine_on` has it
     draw = random.Random(seed)
-    slots = [draw.randrange(500, 4000) for _ in range(draw.randrange(1, 4))]
-    layers, forward, backward = draw.randrange(3, 12), draw.uniform(1, 20), draw.uniform(1, 40)
-    training = Training(device, layers, slots, forward, backward, varies=0.1, seed=seed)
-    total = layers * sum(slots)
-    limit = WEIGHTS + int(draw.uniform(0.5, 1.0) * total) + 2 * sum(slots)
-    with session_of(training, allocator, limit) as session:
-        for number in range(2 * TIMED_EVERY):
-            training.step(session)
-            record = session.timed_record
-            assert record is not None and record.device_peak is not None
-            assert number < 8 or record.device_peak.nbytes <= limit
-        assert session.plan is not None
-        assert (session.plan.bytes_going > 0) == (WEIGHTS + total > limit)
+    device = SimulatedDevice(lockstep=draw.random() < 0.5)
+    named = [draw.randrange(300, 1500) for _ in range(draw.randrange(1, 3))]
+    others = [draw.randrange(200, 1200) for _ in range(draw.randrange(9))]
+    layers, each = draw.randrange(4, 12), sum(named) + sum(others)
+    with engine_on(device):
+        training = Training(
+            device, layers, named, draw.uniform(1, 12), draw.uniform(2, 24), varies=draw.choice([0, 0.05]), seed=seed
+        )
+        for layer in training.model:
+            layer.insert(0, Others(others))  # type: ignore[operator]
+        room = int(draw.uniform(0.3, 1.0) * layers * each)
+        allocator.session = training.session(device_limit=WEIGHTS + room)
+        with allocator.session as session:
+            for number in range(TIMED_EVERY + 2):
+                took = training.step(session)
+                record = session.records[-1]
+                assert record.bytes_out > 0
+                if number > 1 and record.index == number and record.device_peak is not None:
+                    assert record.device_peak.nbytes <= WEIGHTS + room
+            plan = session.plan
+            assert plan is not None and plan.forecast is not None and layers * each - room <= plan.bytes_going
+            assert took <= 1.15 * plan.forecast.step_ms
+
+
+def test_ranks_that_plan_together_look_again_after_their_first_plan(
+    allocator: Allocator, device: SimulatedDevice
+) -> None:
+    with alone("gloo"):
+        training = Training(device, LAYERS, SLOTS, 10.0, 20.0)
+        together: Any = torch.distributed.group.WORLD
+        allocator.session = training.session(
+            device_limit=WEIGHTS + 30_000, max_in_flight=EACH, same_on_every_rank=together
+        )
+        with allocator.session as session:
+            for number in range(8):
+                allocator.others += 6_000 if number == 3 else 0
+                training.step(session)
+                record = session.records[-1]
+                assert record.bytes_out > 0 and record.device_peak is not None
+                assert number < 2 or (record.device_peak.nbytes > WEIGHTS + 30_000) == (number in (3, 4, 5))
 
 
 def test_limit_of_a_cpu_is_a_named_error() -> None:
