@@ -24,7 +24,7 @@ from te_offload.offload.record import StepRecord
 from te_offload.offload.timeline import Bounds, Link
 
 _TOGETHER_EVERY = 64  # steps between the looks of ranks that plan together
-_PACED = 3  # steps of a plan, after which its copies have their pace
+_SETTLED = 3  # steps of a plan, after which the host is as far ahead as ever
 _LOOKS_AGAIN = 6  # steps, after which ranks that plan together see what of the device their first plan takes
 
 
@@ -117,10 +117,8 @@ class Planner:
         return bool(record.windows and (self._policy.device_limit is None or record.device_peaks))
 
     def _is_seen(self, record: StepRecord) -> bool:
-        """Whether a step tells if the plan is as it should be: of the device's memory only one of its own does, in which
-        copies have their pace.
-        """
-        of_plan = record.index >= self._planned_at + _PACED and bool(record.device_peaks)
+        """Whether a step tells if the plan is as it should be: of the device's memory only one of its own does."""
+        of_plan = record.index >= self._planned_at + _SETTLED and bool(record.device_peaks)
         return self._policy.device_limit is None or of_plan
 
     def _finds_better(self, record: StepRecord, engine: Engine) -> bool:

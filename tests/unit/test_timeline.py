@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from te_offload.offload.timeline import Bounds, Departures, Link, Parcel, Work, departures_of, pace_of, simulate
+from te_offload.offload.timeline import Bounds, Departures, Link, Parcel, Work, departures_of, follow, pace_of, simulate
 
 RECORDS = Path(__file__).parents[2] / "docs/results/data/2026-11-23-h200-recall-records.json"
 SEEN: dict[str, Any] = json.loads(RECORDS.read_text())
@@ -116,6 +116,21 @@ def test_slots_that_stay_count_at_the_peak_only() -> None:
     parcels = {("layer0", 0): [Parcel(70, False)], ("layer1", 0): [Parcel(30, False)]}
     found = simulate(stack(2, 1.0, 1.0), parcels, LINK, Bounds())
     assert (found.step_ms, found.peak_bytes, found.host_bytes) == (4.0, 100, 0)
+
+
+def test_levels_are_what_is_kept_and_what_is_under_way_as_each_phase_begins() -> None:
+    parcels = {("layer0", 0): [Parcel(100, True)], ("layer1", 0): [Parcel(50, False)]}
+    work = stack(2, 1.0, 4.0)
+    _, levels = follow(work, parcels, LINK, Bounds())
+    found = {(layer, phase.name): nbytes for ((layer, _), phase), nbytes in levels.items()}
+    assert found == {
+        ("layer0", "FORWARD"): 0,
+        ("layer0", "AFTER"): 100,  # its copy takes 10 ms
+        ("layer1", "FORWARD"): 100,
+        ("layer1", "AFTER"): 150,
+        ("layer1", "BACKWARD"): 150,
+        ("layer0", "BACKWARD"): 100,
+    }
 
 
 @pytest.mark.parametrize("row", SEEN["rows"], ids=[row["way"] for row in SEEN["rows"]])
