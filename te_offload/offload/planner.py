@@ -101,16 +101,16 @@ class Planner:
         self._planned_at = engine.steps
 
     def _over(self, engine: Engine) -> StepRecord | None:
-        """The last timed step, if that took more of the device than it may, and more could go."""
+        """The last timed step, if that took more of the device than it may, and less is possible."""
         record = None if self._policy.device_limit is None else engine.latest_timed_record()
-        return record if record is not None and self._is_over(record) else None
+        return record if record is not None and self._is_over(record, engine) else None
 
-    def _is_over(self, record: StepRecord) -> bool:
-        if record.index < self._planned_at or self.plan is None or record.raised:
+    def _is_over(self, record: StepRecord, engine: Engine) -> bool:
+        limit, peak, plan = self._policy.device_limit, record.device_peak, self.plan
+        if limit is None or peak is None or plan is None or record.raised or record.index < self._planned_at:
             return False
-        limit, peak = self._policy.device_limit, record.device_peak
-        over = limit is not None and peak is not None and peak.nbytes > limit
-        return over and not all(slot.goes for slot in self.plan.slots)
+        fewer_in_flight = engine.adapts and plan.foreseen is not None and plan.foreseen.bounds.out > 0
+        return peak.nbytes > limit and (fewer_in_flight or not all(slot.goes for slot in plan.slots))
 
     def _tells(self, record: StepRecord) -> bool:
         """Whether a plan can be made from a step."""
@@ -151,7 +151,7 @@ class Planner:
         bounds = None  # where a rank has none
         if len(given) == len(everyone):
             bounds = given_bounds(*(max(getattr(one, way) for one in given) for way in ("out", "back")))
-        if self.plan is None or self._is_over(record) or self._drifts(record):
+        if self.plan is None or self._is_over(record, engine) or self._drifts(record):
             self.plan = make_plan(self._policy, record, link, bounds, before=self.plan)
             self._planned_at = engine.steps
 

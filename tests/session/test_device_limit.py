@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_offload import OffloadSession, Phase
+from te_offload import OffloadSession, Phase, Plan
 from te_offload.errors import ArgumentError, BudgetError, UnsupportedError
 from te_offload.offload import device_budget
 from te_offload.offload import session as session_module
@@ -118,6 +119,29 @@ def test_where_all_goes_and_still_too_much_is_taken_training_goes_on_and_the_rep
             training.step(session)
         assert session.plan is not None and all(slot.goes for slot in session.plan.slots)
         assert "more than device_limit" in session.report()
+
+
+@pytest.mark.parametrize("in_flight", [EACH, 0])
+def test_where_all_goes_and_too_much_is_taken_fewer_bytes_may_be_in_flight(
+    in_flight: int, allocator: Allocator, device: SimulatedDevice
+) -> None:
+    training = Training(device, LAYERS, SLOTS, 10.0, 20.0)
+    allocator.session = training.session(device_limit=WEIGHTS + 30_000)
+    with allocator.session as session:
+        for _ in range(4):
+            training.step(session)
+        plan = session.plan
+        assert plan is not None and plan.foreseen is not None
+        everything = tuple(dataclasses.replace(slot, goes=True) for slot in plan.slots)
+        bounds = dataclasses.replace(plan.foreseen.bounds, out=in_flight)
+        all_goes = Plan(everything, plan.forecast, dataclasses.replace(plan.foreseen, bounds=bounds))
+        session._planner.plan = all_goes
+        allocator.others += 60_000
+        for _ in range(2):
+            training.step(session)
+        assert session.records[-1].bytes_out == LAYERS * EACH
+        assert session.plan is not None and session.plan.foreseen is not None
+        assert (session.plan is all_goes) == (in_flight == 0) and session.plan.foreseen.bounds.out == 0
 
 
 def test_limit_below_what_the_first_steps_took_is_an_error_before_the_third(
