@@ -92,12 +92,16 @@ class _Steps:
         self._layers = {key: key[0].split("/")[0] for key in self.slots}
         tensors: collections.Counter[tuple[str, int]] = collections.Counter()
         kinds = {(row.name, row.forward): row.slot for row in record.slots}
+        self._stuck: collections.Counter[Key] = collections.Counter()  # bytes that stay whatever the choice
         for row in record.slots:
             tensors[row.name, row.forward] += row.tensors
+            if row.fate is Fate.KEPT and not _may_go(row):
+                self._stuck[row.layer, row.forward] += row.nbytes
         self._pieces = {key: pieces_of(kinds[key], nbytes, tensors[key]) for key, nbytes in self.slots.items()}
 
     @property
     def bounds_are_given(self) -> bool:
+        """Whether bytes in flight are the user's."""
         return self._given is not None
 
     def parcels(self, going: Choice, *, in_pieces: bool = False) -> dict[Key, list[Parcel]]:
@@ -122,10 +126,11 @@ class _Steps:
 
     def levels(self, going: Choice, bounds: Bounds) -> Levels:
         """What is on the device on the way."""
-        parcels = {}
+        parcels = {key: [Parcel(nbytes, False)] for key, nbytes in self._stuck.items()}
         for key, mine in self.parcels(going, in_pieces=True).items():
             groups = as_they_go(parcel.nbytes for parcel in mine if parcel.goes)
-            parcels[key] = [parcel for parcel in mine if not parcel.goes] + [Parcel(group, True) for group in groups]
+            kept = [parcel for parcel in mine if not parcel.goes]
+            parcels[key] = parcels.get(key, []) + kept + [Parcel(group, True) for group in groups]
         return follow(self._work, parcels, self._link, bounds)[1]
 
     def foreseen(self, going: Choice, bounds: Bounds) -> Foreseen:
@@ -214,7 +219,7 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
             margin=steps.largest,  # where copies end a little sooner or later one more is under way
         )
 
-    for share in (1.0,) if steps.bounds_are_given else _FEWER:
+    for share in (1.0,) if steps.bounds_are_given or not everything else _FEWER:
         bounds = dataclasses.replace(most, out=share * most.out, back=share * most.back)
         choices = budget_with(bounds).choices(_orders(steps.slots, _KINDS))
         found += [(choice, bounds) for choice in choices]
@@ -222,7 +227,7 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
             break  # with fewer in flight nothing is quicker
     least = budget_with(bounds)
     if not found and before is None and min(took, least.peak(everything).nbytes) > limit:
-        raise least.too_small(everything)
+        raise least.too_small(everything, in_flight_is_given=steps.bounds_are_given)
     found = found or [(everything, bounds)]
     going, bounds = min(found, key=lambda one: steps.cost(*one, in_pieces=True))
     forecast = steps.forecast(going, bounds, in_pieces=True)
@@ -233,7 +238,7 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
     forecast = dataclasses.replace(forecast, device_bytes=budget_with(bounds).peak(going).nbytes)
     if policy.host_limit is not None:
         _fit_host(policy, list(steps.slots), steps.slots, going, lambda _: forecast)
-    return _plan_of(steps, going, forecast, steps.foreseen(going, bounds))
+    return _plan_of(steps, going, forecast, steps.foreseen(going, bounds) if everything else None)
 
 
 def _choices(policy: Policy, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> list[Choice]:

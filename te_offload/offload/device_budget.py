@@ -98,16 +98,19 @@ class DeviceBudget:
                 found.append(frozenset(order[:count]))
         return found
 
-    def too_small(self, everything: Choice) -> BudgetError:
-        """That not even all slots suffice."""
+    def too_small(self, everything: Choice, *, in_flight_is_given: bool) -> BudgetError:
+        """That not even all slots suffice. ``in_flight_is_given``: by the user, who could have fewer."""
         peak, record = self.peak(everything), self._record
         staying = sorted((row for row in record.slots if row.holds_memory), key=lambda row: -row.nbytes)
+        total = format_bytes(sum(row.nbytes for row in staying))
         names = ", ".join(f"{row.name} ({format_bytes(row.nbytes)}, {row.reason.value})" for row in staying[:3])
+        in_flight = (
+            f"lower max_in_flight (up to {format_bytes(record.peak_in_flight)} wait for copies out, "
+            f"{format_bytes(record.peak_ahead)} are back early), "
+        )
         return BudgetError(
             f"device_limit is {format_bytes(self._limit)}, but torch has {format_bytes(peak.nbytes)} allocated "
             f"({peak.name}) with all slots that may go offloaded, {format_bytes(peak.nbytes - self._limit)} too much. Of "
-            f"saved tensors "
-            f"{format_bytes(sum(row.nbytes for row in staying))} stay{f', such as {names}' if names else ''}. Raise "
-            f"device_limit, let those go, lower max_in_flight (up to {format_bytes(record.peak_in_flight)} wait for copies "
-            f"out, {format_bytes(record.peak_ahead)} are back early), or compute more again."
+            f"saved tensors {total} stay{f', such as {names}' if names else ''}. Raise device_limit, let those go, "
+            f"{in_flight if in_flight_is_given else ''}or compute more again."
         )

@@ -108,6 +108,19 @@ def test_limit_that_cannot_be_met_says_by_how_much_where_and_what_stays() -> Non
     message = str(error.value)
     assert message.startswith("device_limit is 1000.0 MiB, but torch has ") and "(layer3, after the forward)" in message
     assert "Of saved tensors 120.0 MiB stay, such as layer0/1.act_input (30.0 MiB, asked by the user)" in message
+    assert "lower max_in_flight (up to 30.0 MiB wait for copies out, 60.0 MiB are back early), or compute" in message
+    with pytest.raises(BudgetError, match="let those go, or compute more again"):
+        make_plan(policy(device_limit=WEIGHTS * MIB), step, LINK, None)
+
+
+def test_where_nothing_may_go_the_limit_is_met_or_it_is_an_error() -> None:
+    step = with_peaks(record(fc1_input=Reason.ASKED, act_input=Reason.MARKED, fc2_input=Reason.ASKED))
+    assert step.device_peak is not None
+    enough = make_plan(policy(device_limit=step.device_peak.nbytes), step, LINK, None)
+    assert enough.slots == () and enough.foreseen is None and enough.forecast is not None
+    assert enough.forecast.device_bytes == step.device_peak.nbytes
+    with pytest.raises(BudgetError, match=r"1\.0 MiB too much. Of saved tensors 240\.0 MiB stay"):
+        make_plan(policy(device_limit=step.device_peak.nbytes - MIB), step, LINK, None)
 
 
 def test_limit_that_the_seen_step_met_is_no_error_whatever_is_predicted() -> None:
