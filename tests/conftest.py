@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -20,6 +21,9 @@ from te_offload.fused import hopper
 from te_offload.ops import te_adapter
 
 ROOT = Path(__file__).parent.parent
+
+hypothesis.settings.register_profile("te_offload", deadline=None)  # no test is about time
+hypothesis.settings.load_profile("te_offload")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
