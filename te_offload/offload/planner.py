@@ -20,7 +20,7 @@ from te_offload.offload.engine import Engine
 from te_offload.offload.link import probe_link
 from te_offload.offload.plan import Plan
 from te_offload.offload.policy import Policy
-from te_offload.offload.record import StepRecord
+from te_offload.offload.record import DevicePeak, StepRecord
 from te_offload.offload.timeline import Bounds, Link
 
 _TOGETHER_EVERY = 64  # steps between the looks of ranks that plan together
@@ -178,7 +178,7 @@ def merge_records(records: Sequence[StepRecord]) -> StepRecord:
     first = records[0]
     for other in records[1:]:
         same = [(r.name, r.forward) for r in other.slots] == [(r.name, r.forward) for r in first.slots]
-        same = same and len(other.device_peaks) == len(first.device_peaks)
+        same = same and [peak.name for peak in other.device_peaks] == [peak.name for peak in first.device_peaks]
         if not same or len(other.windows) != len(first.windows):
             raise PlanError(
                 f"Ranks {first.rank} and {other.rank} have other slots ({len(first.slots)} and {len(other.slots)}), so "
@@ -191,5 +191,11 @@ def merge_records(records: Sequence[StepRecord]) -> StepRecord:
         return dataclasses.replace(rows[0], **numbers)
 
     slots = [largest(rows, "nbytes", "bytes_out") for rows in zip(*(r.slots for r in records), strict=True)]
-    peaks = [largest(rows, "nbytes") for rows in zip(*(r.device_peaks for r in records), strict=True)]
+    peaks = [_largest_peak(rows) for rows in zip(*(r.device_peaks for r in records), strict=True)]
     return dataclasses.replace(first, slots=tuple(slots), device_peaks=tuple(peaks))
+
+
+def _largest_peak(peaks: Sequence[DevicePeak]) -> DevicePeak:
+    """Of one phase: the most, and as much beside saved tensors as any rank has."""
+    nbytes, beside = max(peak.nbytes for peak in peaks), max(peak.nbytes - peak.held for peak in peaks)
+    return dataclasses.replace(peaks[0], nbytes=nbytes, held=nbytes - beside)

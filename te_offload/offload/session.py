@@ -251,8 +251,8 @@ class OffloadSession:
         return tuple((each.name, fusion) for each in self._attachments for fusion in fusions_in(each.module))
 
     def report(self) -> str:
-        """The last step whose times were taken, as a table; the forwards that kept more than ``budget_per_layer``; and the
-        grouped MLPs that did not run fused.
+        """The last step whose times were taken, as a table; the forwards that kept more than ``budget_per_layer``; what
+        torch had allocated under a ``device_limit``; and the grouped MLPs that did not run fused.
 
         Raises:
             StateError: no step has ended yet.

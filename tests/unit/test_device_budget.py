@@ -123,13 +123,17 @@ def test_where_nothing_may_go_the_limit_is_met_or_it_is_an_error() -> None:
         make_plan(policy(device_limit=step.device_peak.nbytes - MIB), step, LINK, None)
 
 
-def test_limit_that_the_seen_step_met_is_no_error_whatever_is_predicted() -> None:
+def test_limit_that_the_seen_step_met_is_no_error_though_it_has_no_margin_and_all_goes() -> None:
     step = with_peaks(record())
     assert step.device_peak is not None
-    assert len(going(plan_of(step.device_peak.nbytes // MIB + 1, step))) <= 3 * LAYERS
+    exactly = make_plan(policy(device_limit=step.device_peak.nbytes), step, LINK, BOUNDS)
+    assert len(going(exactly)) == 3 * LAYERS
     with pytest.raises(BudgetError):
-        plan_of(WEIGHTS, step)
-    assert len(going(plan_of(WEIGHTS, step, before=Plan(())))) == 3 * LAYERS
+        make_plan(policy(device_limit=step.device_peak.nbytes - 1), step, LINK, BOUNDS)
+
+
+def test_limit_that_steps_of_a_plan_cannot_meet_is_no_error_and_all_goes() -> None:
+    assert len(going(plan_of(WEIGHTS, with_peaks(record()), before=Plan(())))) == 3 * LAYERS
 
 
 @pytest.mark.parametrize(("ms", "stays"), [(100.0, True), (5.0, False)], ids=["copies are hidden", "they are not"])
@@ -172,11 +176,16 @@ def test_limit_is_the_only_budget(others: dict[str, Any]) -> None:
 def test_ranks_plan_from_the_largest_of_their_peaks() -> None:
     one, other = with_peaks(record(), layer3_AFTER=500), with_peaks(record(), layer0_FORWARD=500)
     both = merge_records([one, other])
-    assert [peak.nbytes for peak in both.device_peaks] == [
-        max(mine.nbytes, its.nbytes) for mine, its in zip(one.device_peaks, other.device_peaks, strict=True)
-    ]
+    for mine, its, merged in zip(one.device_peaks, other.device_peaks, both.device_peaks, strict=True):
+        assert merged.nbytes == max(mine.nbytes, its.nbytes)
+        assert merged.nbytes - merged.held == max(mine.nbytes - mine.held, its.nbytes - its.held)
+    less = [dataclasses.replace(peak, nbytes=peak.nbytes - 1, held=peak.held // 2) for peak in one.device_peaks]
+    merged = merge_records([one, dataclasses.replace(one, device_peaks=tuple(less))]).device_peaks[-1]
+    assert (
+        merged.nbytes == one.device_peaks[-1].nbytes and merged.nbytes - merged.held == less[-1].nbytes - less[-1].held
+    )
     with pytest.raises(PlanError, match="cannot have the same plan"):
-        merge_records([one, dataclasses.replace(other, device_peaks=other.device_peaks[1:])])
+        merge_records([one, dataclasses.replace(other, device_peaks=other.device_peaks[::-1])])
 
 
 def test_each_peak_is_of_its_own_window() -> None:
