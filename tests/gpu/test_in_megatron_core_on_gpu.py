@@ -14,6 +14,7 @@ import torch
 from te_offload import Fate, OffloadSession
 from te_offload.fused import fusions_in, hopper
 from tests.support import docs_code, megatron_model
+from tests.support.device_peaks import peak_of_steps
 from tests.support.megatron_model import (
     AGAIN,
     EXPERTS,
@@ -127,6 +128,37 @@ def test_no_bit_changes_where_megatron_core_offloads_other_modules() -> None:
             found = train(model, session, around=Manager)
             assert found[0] == losses and all(map(torch.equal, found[1], gradients))
             assert session.records[-1].bytes_out > 0
+
+
+@pytest.mark.parametrize("kind", ["bf16", "scale a tensor"])
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_no_step_takes_more_than_a_limit_of_the_device_and_no_bit_changes(share: float, kind: str) -> None:
+    sizes = {"num_layers": 6, "hidden_size": 512, "moe_ffn_hidden_size": 512, "num_moe_experts": 8}
+    model = make_model("cuda", make_config("cuda", **sizes, **FORMATS[kind]))
+    words = torch.randint(megatron_model.WORDS, (2, 4, 1024), generator=torch.Generator().manual_seed(3)).cuda()
+    positions = torch.arange(words.shape[-1], device="cuda").expand_as(words[0])
+
+    def step(number: int) -> None:
+        model.zero_grad(set_to_none=False)
+        for batch in words:
+            model(batch, positions, None, labels=batch).mean().backward()
+
+    def gradients() -> list[torch.Tensor]:
+        return [each.grad.cpu() for each in model.parameters() if each.grad is not None]
+
+    layers = model.decoder.layers
+    most, none_out, _ = peak_of_steps(layers, step, enabled=False)
+    expected = gradients()
+    least, all_out, _ = peak_of_steps(layers, step)
+    assert none_out == 0 < all_out and least < most
+    limit = int(most - share * (most - least))
+    peak, out, session = peak_of_steps(layers, step, device_limit=limit)
+    assert session.plan is not None and session.plan.forecast is not None
+    print(
+        f"\n{kind} {share}: most {most} least {least} limit {limit} peak {peak} out {out}/{all_out} {session.plan.forecast}"
+    )
+    assert peak <= limit and 0 < out < all_out
+    assert all(map(torch.equal, expected, gradients()))
 
 
 def test_the_docs_loop_trains_with_megatron_cores_schedule(capsys: pytest.CaptureFixture[str]) -> None:

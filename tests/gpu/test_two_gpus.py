@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from te_offload.fused.calls import calls_of
 from tests.gpu.paths import HIDDEN, SPLITS, autocast, came_back_or_never_left, mlp, slow_copies
 from tests.support.mlp import assert_same_bits, make_inputs
 from tests.support.mlp import run as run_mlp
+from tests.support.process_groups import on_two_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -185,3 +188,20 @@ def test_fused_fp8_gives_the_same_bits_on_two_gpus_by_turns(monkeypatch: pytest.
             found.append({name: tensor.cpu() for name, tensor in results.items()})
     for other in found[1:]:
         assert_same_bits(found[0], other)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper GPUs"
+)
+def test_two_ranks_keep_one_limit_of_the_device_with_one_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The rank with more tokens decides how much goes."""
+    monkeypatch.setenv("TE_OFFLOAD_FUSED_MLP", "1")
+    program = "from tests.support.limit_on_ranks import main; main()"
+    ranks = [json.loads(output.splitlines()[-1]) for output in on_two_ranks(program, str(tmp_path))]
+    print(ranks)
+    plans = [(tmp_path / f"plan{rank}.json").read_text() for rank in range(2)]
+    assert plans[0] == plans[1]
+    for rank in ranks:
+        assert rank["same"] and 0 < rank["out"] < rank["all_out"]
+        assert rank["peak"] <= rank["limit"]
+    assert ranks[1]["limit"] < ranks[1]["most"]

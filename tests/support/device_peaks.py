@@ -1,0 +1,43 @@
+"""What torch's allocator had given out in the steps of a session within a limit of the device's memory.
+
+In: layers, a step. Out: the most bytes, what went, the session. Keeps true: a step's peak is that of all its parts, though
+the session has torch's statistics begin anew between them. Does not: make a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from te_offload import OffloadSession
+
+STEPS = 20
+
+
+def peak_of_steps(
+    layers: Iterable[torch.nn.Module], step: Callable[[int], Any], **arguments: Any
+) -> tuple[int, int, OffloadSession]:
+    """Of any step from the third on, and bytes out of the last one. ``step`` is given its number."""
+    peaks: list[int] = []
+    with OffloadSession(layers, min_bytes=0, **arguments) as session:
+        for number in range(STEPS):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            with session.step():
+                step(number)
+            torch.cuda.synchronize()
+            peaks.append(peak_of_one(session, number))
+        out = session.records[-1].bytes_out
+    return max(peaks[2:]), out, session
+
+
+def peak_of_one(session: OffloadSession, number: int) -> int:
+    """Of the step with that number, which has ended, since the statistics began anew."""
+    peak = torch.cuda.max_memory_allocated()
+    record = session.records[-1]
+    if record.device_peak is not None and record.index == number:
+        assert record.device_peak.held <= record.device_peak.nbytes
+        peak = max(peak, record.device_peak.nbytes)
+    return peak
