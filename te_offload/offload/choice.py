@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from te_offload.errors import BudgetError
-from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go, pieces_of
+from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go
 from te_offload.offload.forecast import fewest_in_flight, work_of
 from te_offload.offload.plan import Plan, PlannedSlot
 from te_offload.offload.policy import Policy
@@ -39,6 +39,7 @@ _MAY_GO = (Reason.NONE, Reason.PLAN, Reason.NO_ROOM)
 _BRUTE_FORCE = 12  # slots of a layer up to which all choices are tried
 _FEWER = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the bytes in flight; with none there is one slot each way
 _QUICKER = 1.05  # times as long a step is foreseen with a plan that there is as with another, and it stays
+_AS_QUICK = 1.01  # times as long as with the quickest plan a step may be foreseen with one that sends less
 _KINDS = 4  # of slots, those of the most bytes, that may go first of all for a limit of the device
 
 
@@ -90,14 +91,14 @@ class _Steps:
         self._given = bounds
         self._work = work_of(record)
         self._layers = {key: key[0].split("/")[0] for key in self.slots}
-        tensors: collections.Counter[tuple[str, int]] = collections.Counter()
-        kinds = {(row.name, row.forward): row.slot for row in record.slots}
+        sizes: dict[tuple[str, int], list[int]] = {}
         self._stuck: collections.Counter[Key] = collections.Counter()  # bytes that stay whatever the choice
         for row in record.slots:
-            tensors[row.name, row.forward] += row.tensors
+            if _may_go(row):
+                sizes.setdefault((row.name, row.forward), []).extend(filter(None, row.sizes or (row.nbytes,)))
             if row.fate is Fate.KEPT and not _may_go(row):
                 self._stuck[row.layer, row.forward] += row.nbytes
-        self._pieces = {key: pieces_of(kinds[key], nbytes, tensors[key]) for key, nbytes in self.slots.items()}
+        self._pieces = {key: as_they_go(found) for key, found in sizes.items()}
 
     @property
     def bounds_are_given(self) -> bool:
@@ -143,9 +144,16 @@ class _Steps:
         """Bytes of what goes as one, at most."""
         return max((piece for pieces in self._pieces.values() for piece in pieces), default=0)
 
-    def cost(self, going: Choice, bounds: Bounds, *, in_pieces: bool = False) -> tuple[float, int, int, int]:
+    def fewest_bytes_of_the_quickest(self, choices: Sequence[tuple[Choice, Bounds]]) -> tuple[Choice, Bounds]:
+        """What frees more than a limit needs is worth no time, and copies that are not there slow nothing down."""
+        found = [(self.forecast(*choice, in_pieces=True).step_ms, choice) for choice in choices]
+        enough = _AS_QUICK * min(step_ms for step_ms, _ in found)
+        quick = [one for one in found if one[0] <= enough]
+        return min(quick, key=lambda one: (sum(self.slots[key] for key in one[1][0]), one[0]))[1]
+
+    def cost(self, going: Choice, bounds: Bounds) -> tuple[float, int, int, int]:
         """Of two choices the one that costs less is better."""
-        found = self.forecast(going, bounds, in_pieces=in_pieces)
+        found = self.forecast(going, bounds)
         looked_at = len({(self._layers[key], key[1]) for key in going})  # each takes the host longer than a slot does
         # Sums of times that wait for nothing are equal.
         return round(found.step_ms, 6), found.peak_bytes, looked_at, -len(going)
@@ -229,7 +237,7 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
     if not found and before is None and min(took, least.peak(everything).nbytes) > limit:
         raise least.too_small(everything, in_flight_is_given=steps.bounds_are_given)
     found = found or [(everything, bounds)]
-    going, bounds = min(found, key=lambda one: steps.cost(*one, in_pieces=True))
+    going, bounds = steps.fewest_bytes_of_the_quickest(found)
     forecast = steps.forecast(going, bounds, in_pieces=True)
     if stays is not None:
         as_before = steps.forecast(*stays, in_pieces=True)

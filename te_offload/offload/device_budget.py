@@ -15,7 +15,6 @@ from te_offload.errors import BudgetError
 from te_offload.offload.decide import Rules
 from te_offload.offload.record import DevicePeak, StepRecord
 from te_offload.offload.timeline import Key, Levels
-from te_offload.slots import SlotName
 from te_offload.units import format_bytes
 
 Choice = frozenset[tuple[str, int]]  # names of slots, and their forwards
@@ -33,14 +32,6 @@ def as_they_go(sizes: Iterable[int]) -> list[int]:
             small = 0
         small += nbytes
     return [*groups, small] if small else groups
-
-
-def pieces_of(slot: SlotName, nbytes: int, tensors: int) -> list[int]:
-    """Bytes of what goes by itself: all of a slot; of what nobody named its tensors, taken for alike."""
-    if slot is not SlotName.OTHER or tensors < 2:
-        return [nbytes]
-    each = nbytes // tensors
-    return as_they_go([each] * (tensors - 1) + [nbytes - each * (tensors - 1)])
 
 
 def _key(peak: DevicePeak) -> Key:

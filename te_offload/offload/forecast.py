@@ -8,6 +8,7 @@ the same answer. Does not: choose slots (planner.py does).
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Mapping, Sequence
 
 from te_offload.offload.record import StepRecord
@@ -31,23 +32,29 @@ _ENOUGH = 1.02  # of the time with the largest factor
 
 
 def work_of(record: StepRecord) -> list[Work]:
-    """The work of a step in the order of the compute stream, waits for copies taken out."""
-    moments: list[tuple[float, float, Key, bool, float]] = []  # where work had ended, and where more began after waits
+    """The work of a step in the order of the compute stream, waits for copies taken out. What comes between a forward's end
+    and the next work is that forward's rest.
+    """
+    # where work had ended, and where more began after waits, how long such waits in it were, and how long a forward takes
+    moments: list[tuple[float, float, Key, bool, float, float]] = []
     exposed: collections.Counter[Key] = collections.Counter()
     for row in record.slots:
         exposed[row.layer, row.forward] += row.exposed_ms  # type: ignore[assignment]
     for window in record.windows:
         key = window.layer, window.forward
         begin, needed = window.begin_ms, window.needed_ms
-        moments.append((begin - window.throttled_before_ms, begin, key, False, window.throttled_ms))
+        before = begin - window.throttled_before_ms
+        moments.append((before, begin, key, False, window.throttled_ms, window.forward_ms))
         if needed is not None:
-            moments.append((needed - window.throttled_before_backward_ms, needed, key, True, exposed[key]))
+            before = needed - window.throttled_before_backward_ms
+            moments.append((before, needed, key, True, exposed[key], math.inf))
     moments.sort(key=lambda moment: moment[0])
     ends = [moment[0] for moment in moments[1:]] + [record.step_ms - record.throttled_at_end_ms]
-    return [
-        Work(key, backward, max(0.0, end - begin - waited))
-        for (_, begin, key, backward, waited), end in zip(moments, ends, strict=True)
-    ]
+    work = []
+    for (_, begin, key, backward, waited, longest), end in zip(moments, ends, strict=True):
+        took = max(0.0, end - begin - waited)
+        work.append(Work(key, backward, min(took, longest), max(0.0, took - longest)))
+    return work
 
 
 def parcels_of(record: StepRecord) -> dict[Key, list[Parcel]]:

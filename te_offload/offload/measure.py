@@ -165,6 +165,7 @@ def _row(entry: SlotEntry, forward: int, clock: Transfer | None) -> SlotRecord:
         back_ms=back,
         exposed_ms=exposed,
         format=entry.format,
+        sizes=(entry.nbytes,),
     )
 
 
@@ -187,6 +188,7 @@ def _together(one: SlotRecord, other: SlotRecord) -> SlotRecord:
         back_ms=add(one.back_ms, other.back_ms),
         exposed_ms=one.exposed_ms + other.exposed_ms,
         format=one.format if one.format == other.format else "several",
+        sizes=one.sizes + other.sizes,
     )
 
 

@@ -190,7 +190,11 @@ def merge_records(records: Sequence[StepRecord]) -> StepRecord:
         numbers = {name: max(getattr(row, name) or 0 for row in rows) for name in names}
         return dataclasses.replace(rows[0], **numbers)
 
-    slots = [largest(rows, "nbytes", "bytes_out") for rows in zip(*(r.slots for r in records), strict=True)]
+    slots = [
+        dataclasses.replace(largest(rows, "bytes_out"), nbytes=most.nbytes, sizes=most.sizes)
+        for rows in zip(*(r.slots for r in records), strict=True)
+        for most in (max(rows, key=lambda row: row.nbytes),)
+    ]
     peaks = [_largest_peak(rows) for rows in zip(*(r.device_peaks for r in records), strict=True)]
     return dataclasses.replace(first, slots=tuple(slots), device_peaks=tuple(peaks))
 

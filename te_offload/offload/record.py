@@ -50,6 +50,7 @@ class SlotRecord:
         outcome: how it came back.
         out_ms, back_ms: how long its copies took; ``None`` where there was none, or it was not timed.
         exposed_ms: how long the backward waited for it.
+        sizes: bytes of what goes by itself of it, in the order in which it was saved: of what nobody named each tensor.
         format: of its numbers, such as ``"bf16"``, and of a quantized one the directions of a GEMM that it is for, such as
             ``"FP8 by column"`` (columns for wgrad); empty where it is no such tensor.
     """
@@ -68,6 +69,7 @@ class SlotRecord:
     back_ms: float | None = None
     exposed_ms: float = 0.0
     format: str = ""
+    sizes: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

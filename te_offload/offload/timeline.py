@@ -12,7 +12,7 @@ import bisect
 import collections
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from te_offload.offload.record import Phase
@@ -35,11 +35,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Work:
-    """One forward or backward on the compute stream."""
+    """One forward or backward on the compute stream.
+
+    Attributes:
+        rest_ms: after ``ms``, what no layer does before the next one: a loss, say.
+    """
 
     key: Key
     backward: bool
     ms: float
+    rest_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def pace_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link:
             begins.append(now)
         else:
             saved[item.key] = now + item.ms
-        now += item.ms
+        now += item.ms + item.rest_ms
     rate = min(link.back, link.back_duplex)
     latest = math.inf
     start: dict[Key, int] = {}
@@ -137,15 +142,15 @@ class Departures:
 
     Attributes:
         after: of each forward, the number of the work that follows it, in the order of the step, from 0.
-        over: of each forward of which something goes, slot by slot: its bytes so far, and the number of the work with whose
-            begin their copies are over.
+        over: of each forward of which something goes, slot by slot: its bytes so far, and the number of the work before
+            which their copies are over: when the one before it ends, and not only what follows that.
     """
 
     after: Mapping[Key, int]
     over: Mapping[Key, Sequence[tuple[int, int]]]
 
     def place(self, key: Key, nbytes: int) -> float:
-        """The number of the work with whose begin the first bytes of a forward have left; none, if it did not send any, or
+        """The number of the work before which the first bytes of a forward have left; none, if it did not send any, or
         not nearly as many.
         """
         slots = self.over.get(key)
@@ -187,7 +192,11 @@ def departures_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]],
         work: forwards and backwards in the order of the compute stream.
         parcels: the slots of each forward. link: the link's rates.
     """
-    begins = list(itertools.accumulate((item.ms for item in work), initial=0.0))
+    ends_of_work = [0.0]
+    now = 0.0
+    for item in work:
+        ends_of_work.append(now + item.ms)
+        now += item.ms + item.rest_ms
     rate = min(link.out, link.out_duplex) / _SLOWER_OUT
     ends = 0.0
     over: dict[Key, tuple[tuple[int, int], ...]] = {}
@@ -195,10 +204,10 @@ def departures_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]],
         sizes = [parcel.nbytes for parcel in parcels.get(item.key, ()) if parcel.goes and parcel.nbytes]
         if item.backward or not sizes:
             continue
-        ends = max(ends, begins[number + 1])
+        ends = max(ends, ends_of_work[number + 1])
         slots = []
         for nbytes in itertools.accumulate(sizes):
-            slots.append((nbytes, bisect.bisect_left(begins, ends + nbytes / rate)))
+            slots.append((nbytes, bisect.bisect_left(ends_of_work, ends + nbytes / rate)))
         ends += sum(sizes) / rate
         over[item.key] = tuple(slots)
     return Departures({item.key: number + 1 for number, item in enumerate(work) if not item.backward}, over)
@@ -215,7 +224,7 @@ class _Trip:
     def __init__(self, nbytes: int, ready: float, place: float | None) -> None:
         self.nbytes = nbytes
         self.ready = ready
-        self.place = place  # the number of the work where its memory is let go of; None: when its copy is over
+        self.place = place  # the number of the work before which its memory is let go of; None: when its copy is over
         self.held = True  # until then, or until there is no room
         self.left_out = self.left_back = float(nbytes)
         self.out_done = self.back_done = math.inf
@@ -276,7 +285,9 @@ class _Links:
 
 
 Levels = dict[tuple[Key, Phase], int]
-"""Bytes of saved tensors on the device as each phase begins; in a backward, with those that come back as it does."""
+"""Bytes of saved tensors on the device as each phase begins, also of those that are back early; in a backward, with those
+that come back as it does.
+"""
 
 
 def simulate(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link: Link, bounds: Bounds) -> Forecast:
@@ -309,7 +320,8 @@ def follow(
         slots = parcels.get(item.key, ())
         kept = sum(slot.nbytes for slot in slots if not slot.goes)
         if not item.backward:
-            levels[item.key, Phase.FORWARD] = resident + sum(trip.nbytes for trip in in_flight if trip.is_here(time))
+            back = sum(trip.nbytes for each in trips.values() for trip in each if trip.queued)  # of forwards before it
+            levels[item.key, Phase.FORWARD] = resident + back + _leaving(in_flight, time)
             time += item.ms
             links.advance(time)
             sizes = [slot.nbytes for slot in slots if slot.goes and slot.nbytes]
@@ -325,7 +337,7 @@ def follow(
             host_peak = max(host_peak, host)
             resident += kept
             in_flight = collections.deque(trip for trip in in_flight if trip.is_here(time))
-            peak = max(peak, resident + sum(trip.nbytes for trip in in_flight))
+            peak = max(peak, resident + back + _leaving(in_flight, time))
             while in_flight:
                 trip = in_flight[0]
                 gone = trip.place is not None and trip.place <= number + 1
@@ -334,8 +346,9 @@ def follow(
                 in_flight.popleft().held = False
                 until = max(time, links.finish(trip, back=False))
                 waiting, time = waiting + until - time, until
+            levels[item.key, Phase.AFTER] = resident + back + sum(trip.nbytes for trip in in_flight if not trip.queued)
+            time += item.rest_ms
             links.advance(time)
-            levels[item.key, Phase.AFTER] = resident + sum(trip.nbytes for trip in in_flight)
             continue
         done_backwards += 1
         mine = trips.get(item.key, [])
@@ -349,10 +362,9 @@ def follow(
         until = max([time, *(links.finish(trip, back=True) for trip in mine)])
         waiting, time = waiting + until - time, until
         back = sum(trip.nbytes for each in (mine, *following) for trip in each if trip.queued)
-        leaving = sum(trip.nbytes for trip in in_flight if trip.is_here(time) and not trip.queued)
-        levels[item.key, Phase.BACKWARD] = resident + back + leaving
+        levels[item.key, Phase.BACKWARD] = resident + back + _leaving(in_flight, time)
         peak = max(peak, levels[item.key, Phase.BACKWARD])
-        time += item.ms
+        time += item.ms + item.rest_ms
         links.advance(time)
         resident -= kept
         host -= sum(trip.nbytes for trip in mine)
@@ -360,6 +372,11 @@ def follow(
     # The step ends after the last copy out, also of what was recalled or is not read.
     end = max([time, *(links.finish(trip, back=False) for trip in begun)])
     return Forecast(end, waiting + end - time, peak, host_peak), levels
+
+
+def _leaving(in_flight: Iterable[_Trip], time: float) -> int:
+    """Bytes that wait for nothing but the end of their copy out."""
+    return sum(trip.nbytes for trip in in_flight if trip.is_here(time) and not trip.queued)
 
 
 def _queue(links: _Links, groups: Sequence[Sequence[_Trip]], time: float, room: float, recall: bool) -> None:

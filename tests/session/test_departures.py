@@ -72,6 +72,19 @@ def test_steps_take_no_longer_for_it_and_hold_no_more(times: tuple[float, float]
         assert record.peak_resident < held.peak_resident
 
 
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("loss_ms", [60.0, 240.0])
+def test_nobody_waits_before_a_loss_for_copies_that_end_in_it(loss_ms: float, *, lockstep: bool) -> None:
+    device = SimulatedDevice(lockstep=lockstep)
+    with engine_on(device):
+        training = Training(device, LAYERS, SLOTS, 25.0, 50.0, loss_ms=loss_ms)
+        with training.session(max_in_flight=3 * LAYER) as session:
+            found = [training.step(session) for _ in range(TIMED_FIRST)]
+            record = session.records[-1]
+    assert found[-1] == pytest.approx(LAYERS * 75.0 + loss_ms) and record.throttled_ms == record.exposed_ms == 0.0
+    assert record.bytes_out == LAYERS * LAYER and record.bytes_back >= (LAYERS - 4) * LAYER
+
+
 @pytest.mark.parametrize("fraction", [0.1, 0.2, 0.3, 0.4, 0.5, 0.7])
 def test_plans_predict_what_such_steps_hold(fraction: float) -> None:
     device = SimulatedDevice()

@@ -91,6 +91,43 @@ def test_after_the_plan_no_step_takes_more_than_the_limit_and_no_more_goes_than_
         assert "within device_limit" in session.report()
 
 
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize(("forward_ms", "room"), [(2.0, 65_000), (2.0, 75_000), (3.0, 65_000), (5.0, 50_000)])
+def test_a_loss_hides_what_leaves_meanwhile_and_not_what_must_have_left_before(
+    forward_ms: float, room: int, allocator: Allocator, device: SimulatedDevice, *, lockstep: bool
+) -> None:
+    device.lockstep = lockstep
+    training = Training(device, LAYERS, (6000, 4000), forward_ms, 2 * forward_ms, loss_ms=60.0)
+    allocator.session = training.session(device_limit=WEIGHTS + room)
+    with allocator.session as session:
+        took = [training.step(session) for _ in range(TIMED_EVERY)]
+        plan, record = session.plan, session.timed_record
+    assert plan is not None and plan.forecast is not None and record is not None and record.device_peak is not None
+    assert 0.95 * plan.forecast.step_ms <= took[-1] <= plan.forecast.step_ms
+    assert record.bytes_out > 0 and record.device_peak.nbytes <= WEIGHTS + room
+
+
+@pytest.mark.parametrize(
+    ("times", "room", "going", "took"),
+    [
+        ((5.0, 10.0, 60.0), 75_000, 12_000, 180.0),  # in no plan is anything waited for: of the fewest bytes
+        ((5.0, 10.0, 60.0), 70_000, 16_000, 180.0),
+        ((5.0, 10.0, 10.0), 60_000, 38_000, 130.0),  # foreseen to be a hundredth slower than with 42,000 bytes
+        ((2.0, 6.0, 10.0), 70_000, 24_000, 79.0),  # 20,000 bytes would do, but take longer
+    ],
+)
+def test_of_the_quickest_plans_the_one_that_sends_least_is_taken(
+    times: tuple[float, float, float], room: int, going: int, took: float, allocator: Allocator, device: SimulatedDevice
+) -> None:
+    device.lockstep = False
+    training = Training(device, LAYERS, (6000, 4000), *times[:2], loss_ms=times[2])
+    allocator.session = training.session(device_limit=WEIGHTS + room)
+    with allocator.session as session:
+        found = [training.step(session) for _ in range(TIMED_EVERY)]
+        assert session.plan is not None and session.plan.bytes_going == going == session.records[-1].bytes_out
+    assert found[-1] == pytest.approx(took)
+
+
 def test_where_something_else_takes_more_than_before_more_goes(allocator: Allocator, device: SimulatedDevice) -> None:
     training = Training(device, LAYERS, SLOTS, 10.0, 20.0)
     with session_of(training, allocator, WEIGHTS + 30_000) as session:
@@ -199,7 +236,7 @@ def orders(count: int) -> dict[str, list[tuple[str, int]]]:
     }
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(24), 73])  # of 300 the last one that ever failed
 def test_random_stacks_are_within_random_limits_from_the_first_step_of_the_plan_on_and_take_the_time_foreseen(
     seed: int, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,9 +247,9 @@ def test_random_stacks_are_within_random_limits_from_the_first_step_of_the_plan_
     others = [draw.randrange(200, 1200) for _ in range(draw.randrange(9))]
     layers, each = draw.randrange(4, 12), sum(named) + sum(others)
     with engine_on(device):
-        training = Training(
-            device, layers, named, draw.uniform(1, 12), draw.uniform(2, 24), varies=draw.choice([0, 0.05]), seed=seed
-        )
+        forward_ms, backward_ms = draw.uniform(1, 12), draw.uniform(2, 24)
+        varies, loss_ms = draw.choice([0, 0.05]), draw.choice([0, 1]) * draw.uniform(0, layers * forward_ms)
+        training = Training(device, layers, named, forward_ms, backward_ms, loss_ms=loss_ms, varies=varies, seed=seed)
         for layer in training.model:
             layer.insert(0, Others(others))  # type: ignore[operator]
         micro_batches = draw.choice([1, 1, 2, 3, 4])

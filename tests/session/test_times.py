@@ -128,6 +128,7 @@ def test_unnamed_slots_of_one_fate_are_one_row_with_the_sum_of_their_times(monke
     record = session.records[-1]
     (row,) = [row for row in record.slots if row.bytes_out]
     assert row.tensors > 1 and row.bytes_out == record.bytes_out == record.bytes_back
+    assert row.sizes == (3 * 8 * 4,) * 2  # two modules saved the first Tanh's output
     assert row.out_ms == pytest.approx(record.out_ms) and row.back_ms == pytest.approx(record.back_ms)
     assert row.exposed_ms == pytest.approx(record.exposed_ms) and row.exposed_ms > 0
 

@@ -50,6 +50,7 @@ class Training:
 
     Args:
         device: where. layers: how many. slots: bytes of each of a layer's. forward_ms, backward_ms: a layer's.
+        loss_ms: what follows the last layer's forward takes, before another forward or a backward.
         varies: how far the times of ops move from step to step, the deviation of their logarithm. seed: of that.
     """
 
@@ -61,12 +62,14 @@ class Training:
         forward_ms: float,
         backward_ms: float,
         *,
+        loss_ms: float = 0.0,
         varies: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.device = device
         self.model = stack(device, layers, slots, forward_ms, backward_ms)
         self._ops = [(op, op.forward_ms, op.backward_ms) for op in self.model.modules() if isinstance(op, WorkingOp)]
+        self._loss_ms = loss_ms
         self._varies = varies
         self._draw = random.Random(seed)
 
@@ -85,6 +88,7 @@ class Training:
                 self._vary()
                 if kind == "F":
                     outputs[number] = self.model(torch.zeros(1, requires_grad=True))
+                    self.device.compute += self._loss_ms
                 else:
                     outputs.pop(number).backward()
         return self.device.compute - began

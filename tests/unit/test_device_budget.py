@@ -10,7 +10,7 @@ import pytest
 from te_offload import DevicePeak, Fate, Phase, Plan, Reason, SlotName, StepRecord
 from te_offload.errors import ArgumentError, BudgetError, PlanError
 from te_offload.offload.choice import make_plan
-from te_offload.offload.device_budget import Choice, DeviceBudget, pieces_of
+from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go
 from te_offload.offload.device_memory import Watermarks
 from te_offload.offload.forecast import parcels_of, work_of
 from te_offload.offload.planner import merge_records
@@ -148,14 +148,19 @@ def test_plan_that_there_is_stays_unless_another_is_a_twentieth_quicker(ms: floa
 
 
 def test_what_nobody_named_goes_tensor_by_tensor_and_small_ones_together() -> None:
-    assert pieces_of(SlotName.ACT_INPUT, 400 * MIB, 10) == [400 * MIB]
-    assert pieces_of(SlotName.OTHER, 400 * MIB + 7, 10) == [40 * MIB] * 9 + [40 * MIB + 7]
-    assert pieces_of(SlotName.OTHER, 100 * MIB, 10) == [60 * MIB, 40 * MIB]  # of 64 MiB at the most
+    assert as_they_go([400 * MIB, 40 * MIB, 32 * MIB]) == [400 * MIB, 40 * MIB, 32 * MIB]
+    assert as_they_go([10 * MIB] * 10) == [60 * MIB, 40 * MIB]  # of 64 MiB at the most
     step = record(layers=6, forward=100.0, backward=100.0, sizes={SlotName.OTHER: 400 * MIB})
-    rows = tuple(dataclasses.replace(row, tensors=10) for row in step.slots)
+    sizes = (*[40 * MIB] * 8, 0, 50 * MIB, 30 * MIB)
+    rows = tuple(dataclasses.replace(row, tensors=11, sizes=sizes) for row in step.slots)
     step = with_peaks(dataclasses.replace(step, slots=rows))
     plan = plan_of(WEIGHTS + 6 * 400 + OWN[Phase.BACKWARD] - 1, step)
-    assert [slot.goes for slot in plan.slots] == [True] + [False] * 5  # a margin of one tensor
+    assert [slot.goes for slot in plan.slots] == [True] + [False] * 5
+    tight = plan_of(WEIGHTS + 6 * 400 + OWN[Phase.BACKWARD] - 351, step)  # with a margin of the largest tensor
+    assert [slot.goes for slot in tight.slots] == [True, True] + [False] * 4
+    assert [slot.goes for slot in plan_of(WEIGHTS + 6 * 400 + OWN[Phase.BACKWARD] - 350, step).slots] == [True] + [
+        False
+    ] * 5
 
 
 def test_limit_and_a_host_that_has_no_room_exclude_each_other_and_say_so() -> None:

@@ -313,6 +313,10 @@ def test_work_is_the_windows_in_order_without_the_waits() -> None:
     ]
     assert [item.ms for item in work_of(plain)] == [10.0, 10.0, 20.0, 20.0]
     assert [item.ms for item in work_of(waiting)] == [8.0, 8.0, 17.0, 17.0]
+    quick = dataclasses.replace(
+        plain, windows=tuple(dataclasses.replace(each, forward_ms=7.0) for each in plain.windows)
+    )
+    assert [(item.ms, item.rest_ms) for item in work_of(quick)] == [(7.0, 3.0), (7.0, 3.0), (20.0, 0.0), (20.0, 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -408,9 +412,12 @@ def test_there_are_no_bounds_where_nothing_went() -> None:
 
 def test_ranks_plan_from_the_largest_of_their_numbers_or_refuse() -> None:
     one, other = record(), record()
-    other = dataclasses.replace(other, rank=1, slots=(dataclasses.replace(other.slots[0], nbytes=99), *other.slots[1:]))
+    other = dataclasses.replace(
+        other, rank=1, slots=(dataclasses.replace(other.slots[0], nbytes=99, sizes=(99,)), *other.slots[1:])
+    )
     smaller = dataclasses.replace(one, slots=(dataclasses.replace(one.slots[0], nbytes=7), *one.slots[1:]))
     assert bytes_by_slot(merge_records([smaller, other]))["layer0/0.fc1_input", 0] == 99
+    assert merge_records([smaller, other]).slots[0].sizes == (99,)
     with pytest.raises(PlanError, match=r"Ranks 0 and 1 have other slots \(12 and 9\)"):
         merge_records([one, dataclasses.replace(record(layers=3), rank=1)])
 

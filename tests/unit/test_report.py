@@ -31,7 +31,9 @@ STEP = StepRecord(
             exposed_ms=0.03,
             format="FP8 by column",
         ),
-        SlotRecord("layer0", "mlp.1", SlotName.ACT_INPUT, 0, 4 * 2**20, 1, Fate.KEPT, Reason.ASKED, 0),
+        SlotRecord(
+            "layer0", "mlp.1", SlotName.ACT_INPUT, 0, 4 * 2**20, 1, Fate.KEPT, Reason.ASKED, 0, sizes=(4 * 2**20,)
+        ),
         SlotRecord("layer0", "mlp.2", SlotName.FC2_INPUT, 0, 0, 0, Fate.RECOMPUTED, Reason.REBUILT, 0),
         SlotRecord("layer0", "", SlotName.OTHER, 0, 100, 2, Fate.KEPT, Reason.TOO_SMALL, 0),
     ),
@@ -115,6 +117,7 @@ def test_json_has_a_schema_and_survives_a_round_trip() -> None:
         "back_ms": None,
         "exposed_ms": 0.0,
         "format": "",
+        "sizes": [4 * 2**20],
         "out_gbs": None,
         "back_gbs": None,
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from te_offload.offload.record import Phase
 from te_offload.offload.timeline import Bounds, Departures, Link, Parcel, Work, departures_of, follow, pace_of, simulate
 
 RECORDS = Path(__file__).parents[2] / "docs/results/data/2026-11-23-h200-recall-records.json"
@@ -249,6 +250,37 @@ def test_departures_of_two_steps_are_the_later_ones_of_what_both_sent() -> None:
     assert one.no_earlier_than(other) == other.no_earlier_than(one) == expected
     assert one.no_earlier_than(None) is None
     assert one.no_earlier_than(departures_of(stack(5, 2.0, 4.0), slots(30), LINK)) is None
+
+
+def test_what_leaves_while_no_layer_runs_has_not_left_before_that() -> None:
+    # a loss of 20 after layer3: layer2's 20 bytes are there at 6 and out at 8, layer3's, there at 8, at 10
+    work, parcels = stack(4, 2.0, 4.0), slots(0, 0, 20, 20)
+    work[3] = Work(work[3].key, False, 2.0, rest_ms=20.0)
+    assert dict(departures_of(work, parcels, LINK).over) == {("layer2", 0): ((20, 5),), ("layer3", 0): ((20, 5),)}
+    found, levels = follow(work, parcels, LINK, Bounds(recall=True, paced=True))
+    assert (found.step_ms, found.waiting_ms) == (44.0, 0.0)
+    assert levels[("layer3", 0), Phase.AFTER] == 40
+    seen, levels = follow(work, parcels, LINK, Bounds(recall=True))  # by the host: layer2's are out as layer3 ends
+    assert levels[("layer3", 0), Phase.AFTER] == 20 and seen.waiting_ms == 2.0  # for layer3's to come back, from 28 on
+    start = pace_of(work, parcels, LINK).start  # of backwards that begin at 28, 32, 36 and 40
+    assert start["layer2", 0] == 0
+
+
+def test_what_is_back_early_is_held_by_the_forwards_in_between() -> None:
+    # y's 20 bytes are there at 20 and out at 22; x's backward, at 20, asks for them, and z's forward comes before y's
+    order = (("x", False), ("y", False), ("x", True), ("z", False), ("y", True))
+    work = [Work((layer, 0), backward, 10.0, rest_ms=5.0 if layer == "z" else 0.0) for layer, backward in order]
+    found, levels = follow(work, {("y", 0): [Parcel(20, True)], ("z", 0): [Parcel(30, True)]}, LINK, Bounds())
+    assert (levels[("z", 0), Phase.FORWARD], levels[("z", 0), Phase.AFTER]) == (20, 50)
+    assert (found.peak_bytes, levels[("y", 0), Phase.BACKWARD]) == (50, 20)  # z's are out before that
+
+
+def test_what_is_due_back_has_the_time_of_a_loss_too() -> None:
+    # forwards to 30, backwards at 30 and 40, another forward to 60 and its loss to 80, when c's backward begins: 125 bytes
+    # that take 37.5 at two thirds of the duplex rate are due at 42.5
+    order = (("a", False), ("b", False), ("c", False), ("a", True), ("b", True), ("d", False), ("c", True))
+    work = [Work((layer, 0), backward, 10.0, rest_ms=20.0 if layer == "d" else 0.0) for layer, backward in order]
+    assert pace_of(work, {("c", 0): [Parcel(125, True)]}, LINK).start["c", 0] == 1
 
 
 def test_what_has_not_left_for_certain_by_the_last_forward_is_read_where_it_is() -> None:
