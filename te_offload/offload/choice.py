@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from te_offload.errors import BudgetError
-from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go
+from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go, gates_of
 from te_offload.offload.forecast import fewest_in_flight, work_of
 from te_offload.offload.plan import Plan, PlannedSlot
 from te_offload.offload.policy import Policy
@@ -37,7 +37,7 @@ from te_offload.units import format_bytes
 
 _MAY_GO = (Reason.NONE, Reason.PLAN, Reason.NO_ROOM)
 _BRUTE_FORCE = 12  # slots of a layer up to which all choices are tried
-_FEWER = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the bytes in flight; with none there is one slot each way
+_FEWER = (0.75, 0.5, 0.25, 0.0)  # of the bytes in flight; with none there is one slot each way
 _QUICKER = 1.05  # times as long a step is foreseen with a plan that there is as with another, and it stays
 _AS_QUICK = 1.01  # times as long as with the quickest plan a step may be foreseen with one that sends less
 _KINDS = 4  # of slots, those of the most bytes, that may go first of all for a limit of the device
@@ -137,7 +137,11 @@ class _Steps:
     def foreseen(self, going: Choice, bounds: Bounds) -> Foreseen:
         """How steps are to run that hold those levels."""
         of_these = self._work, self.parcels(going, in_pieces=True), self._link
-        return Foreseen(pace_of(*of_these), departures_of(*of_these), bounds)
+        return Foreseen(pace_of(*of_these), departures_of(*of_these, bounds.gates), bounds)
+
+    def gates(self, budget: DeviceBudget) -> tuple[tuple[Key, int], ...]:
+        """What must have left where memory is short."""
+        return gates_of(self._work, budget.excess())
 
     @property
     def largest(self) -> int:
@@ -227,8 +231,9 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
             margin=steps.largest,  # where copies end a little sooner or later one more is under way
         )
 
-    for share in (1.0,) if steps.bounds_are_given or not everything else _FEWER:
-        bounds = dataclasses.replace(most, out=share * most.out, back=share * most.back)
+    gated = dataclasses.replace(most, gates=steps.gates(budget_with(most)))
+    fewer = (dataclasses.replace(most, out=share * most.out, back=share * most.back) for share in _FEWER)
+    for bounds in (most, gated) if steps.bounds_are_given or not everything else (most, gated, *fewer):
         choices = budget_with(bounds).choices(_orders(steps.slots, _KINDS))
         found += [(choice, bounds) for choice in choices]
         if any(not steps.forecast(choice, bounds, in_pieces=True).waiting_ms for choice in choices):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from te_offload.errors import BudgetError
 from te_offload.offload.decide import Rules
-from te_offload.offload.record import DevicePeak, StepRecord
-from te_offload.offload.timeline import Key, Levels
+from te_offload.offload.record import DevicePeak, Phase, StepRecord
+from te_offload.offload.timeline import Key, Levels, Work
 from te_offload.units import format_bytes
 
 Choice = frozenset[tuple[str, int]]  # names of slots, and their forwards
@@ -32,6 +33,29 @@ def as_they_go(sizes: Iterable[int]) -> list[int]:
             small = 0
         small += nbytes
     return [*groups, small] if small else groups
+
+
+def gates_of(work: Sequence[Work], excess: Mapping[tuple[Key, Phase], int]) -> tuple[tuple[Key, int], ...]:
+    """What must have left by the end of each forward, for what comes next: where that is more than at the one before.
+
+    Args:
+        work: of the step. excess: bytes that are too many in phases, if nothing goes.
+
+    Returns:
+        as `Bounds.gates`.
+    """
+    found = []
+    most = 0
+    for item, following in itertools.pairwise(work):
+        if item.backward:
+            most = 0
+            continue
+        begins = Phase.BACKWARD if following.backward else Phase.FORWARD
+        needed = max(excess.get(phase, 0) for phase in ((item.key, Phase.AFTER), (following.key, begins)))
+        if needed > most:
+            found.append((item.key, needed))
+            most = needed
+    return tuple(found)
 
 
 def _key(peak: DevicePeak) -> Key:
@@ -72,6 +96,15 @@ class DeviceBudget:
             for held in (levels.get((_key(peak), peak.phase), 0),)
         ]
         return max(peaks, key=lambda peak: peak.nbytes)
+
+    def excess(self) -> dict[tuple[Key, Phase], int]:
+        """By how many bytes each phase would pass the limit less the margin if nothing went, where it would."""
+        levels = self._levels_of(Choice())
+        found = {
+            (_key(peak), peak.phase): others + levels.get((_key(peak), peak.phase), 0) - self._limit + self._margin
+            for peak, others in self._others
+        }
+        return {phase: nbytes for phase, nbytes in found.items() if nbytes > 0}
 
     def choices(self, orders: Iterable[Sequence[tuple[str, int]]]) -> list[Choice]:
         """Of each order the fewest slots that must go, if all suffice."""

@@ -59,12 +59,17 @@ class Parcel:
 class Bounds:
     """Bytes in flight each way, whether what has not left yet may be read where it is, and whether memory is let go of as
     `Departures` says and bytes come back no earlier than `Pace` does.
+
+    Attributes:
+        gates: forwards, and bytes: as one ends, so many of those that its step has sent and not read have left, the first
+            ones, and the compute stream waits for that.
     """
 
     out: float = math.inf
     back: float = math.inf
     recall: bool = False
     paced: bool = False
+    gates: tuple[tuple[Key, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -184,13 +189,18 @@ class Foreseen:
     bounds: Bounds
 
 
-def departures_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]], link: Link) -> Departures:
+def departures_of(
+    work: Sequence[Work],
+    parcels: Mapping[Key, Sequence[Parcel]],
+    link: Link,
+    gates: Sequence[tuple[Key, int]] = (),
+) -> Departures:
     """When copies out are over that run one after the other, each after its forward, and take a tenth longer than the
-    link's rate says.
+    link's rate says, or are waited for at a gate.
 
     Args:
         work: forwards and backwards in the order of the compute stream.
-        parcels: the slots of each forward. link: the link's rates.
+        parcels: the slots of each forward. link: the link's rates. gates: as `Bounds` has them.
     """
     ends_of_work = [0.0]
     now = 0.0
@@ -210,7 +220,22 @@ def departures_of(work: Sequence[Work], parcels: Mapping[Key, Sequence[Parcel]],
             slots.append((nbytes, bisect.bisect_left(ends_of_work, ends + nbytes / rate)))
         ends += sum(sizes) / rate
         over[item.key] = tuple(slots)
-    return Departures({item.key: number + 1 for number, item in enumerate(work) if not item.backward}, over)
+    after = {item.key: number + 1 for number, item in enumerate(work) if not item.backward}
+    for key, needed in gates:
+        read = {item.key for item in work[: after[key]] if item.backward}
+        for item in work[: after[key]]:
+            if needed > 0 and item.key not in read and item.key in over:
+                over[item.key] = _no_later_than(after[key], over[item.key], needed)
+                needed -= over[item.key][-1][0]
+    return Departures(after, over)
+
+
+def _no_later_than(place: int, slots: Sequence[tuple[int, int]], needed: int) -> tuple[tuple[int, int], ...]:
+    """Departures of one forward of which the first bytes, so many, must have left by a place."""
+    begins = [0, *(nbytes for nbytes, _ in slots)]
+    return tuple(
+        (nbytes, min(place, at) if begin < needed else at) for begin, (nbytes, at) in zip(begins, slots, strict=False)
+    )
 
 
 class _Trip:
@@ -218,7 +243,7 @@ class _Trip:
 
     __slots__ = (
         *("back_done", "held", "left_back", "left_out", "nbytes"),
-        *("out_done", "place", "queued", "ready", "recalled"),
+        *("out_done", "place", "queued", "read", "ready", "recalled"),
     )
 
     def __init__(self, nbytes: int, ready: float, place: float | None) -> None:
@@ -228,7 +253,7 @@ class _Trip:
         self.held = True  # until then, or until there is no room
         self.left_out = self.left_back = float(nbytes)
         self.out_done = self.back_done = math.inf
-        self.queued = self.recalled = False
+        self.queued = self.recalled = self.read = False
 
     def is_here(self, time: float) -> bool:
         """Whether its memory has not been let go of."""
@@ -314,7 +339,7 @@ def follow(
     begun: list[_Trip] = []
     backwards = [item.key for item in work if item.backward]
     pace = pace_of(work, parcels, link) if bounds.paced else None
-    departures = departures_of(work, parcels, link) if bounds.paced else None
+    departures = departures_of(work, parcels, link, bounds.gates) if bounds.paced else None
     done_backwards = 0
     for number, item in enumerate(work):
         slots = parcels.get(item.key, ())
@@ -346,12 +371,15 @@ def follow(
                 in_flight.popleft().held = False
                 until = max(time, links.finish(trip, back=False))
                 waiting, time = waiting + until - time, until
-            levels[item.key, Phase.AFTER] = resident + back + sum(trip.nbytes for trip in in_flight if not trip.queued)
+            levels[item.key, Phase.AFTER] = resident + back + _leaving(in_flight, time)
             time += item.rest_ms
             links.advance(time)
             continue
         done_backwards += 1
         mine = trips.get(item.key, [])
+        coming = sum(trip.nbytes for trip in mine if not (trip.recalled or (bounds.recall and trip.is_here(time))))
+        until = _make_room(in_flight, links, time, bounds.out - coming)
+        waiting, time = waiting + until - time, until
         _queue(links, [mine], time, math.inf, bounds.recall)
         following = [
             trips[key]
@@ -368,7 +396,8 @@ def follow(
         links.advance(time)
         resident -= kept
         host -= sum(trip.nbytes for trip in mine)
-        trips.pop(item.key, None)
+        for trip in trips.pop(item.key, ()):
+            trip.read = True
     # The step ends after the last copy out, also of what was recalled or is not read.
     end = max([time, *(links.finish(trip, back=False) for trip in begun)])
     return Forecast(end, waiting + end - time, peak, host_peak), levels
@@ -376,7 +405,22 @@ def follow(
 
 def _leaving(in_flight: Iterable[_Trip], time: float) -> int:
     """Bytes that wait for nothing but the end of their copy out."""
-    return sum(trip.nbytes for trip in in_flight if trip.is_here(time) and not trip.queued)
+    return sum(trip.nbytes for trip in in_flight if trip.is_here(time) and (trip.read or not trip.queued))
+
+
+def _make_room(in_flight: collections.deque[_Trip], links: _Links, time: float, room: float) -> float:
+    """Let go of the oldest of what was recalled and read, until there are no more bytes of it than there is room for; when
+    the last of their copies out is over.
+    """
+    read = [trip for trip in in_flight if trip.read and trip.is_here(time)]
+    held = sum(trip.nbytes for trip in read)
+    for trip in read:
+        if held <= room:
+            break
+        time = max(time, links.finish(trip, back=False))
+        in_flight.remove(trip)
+        held -= trip.nbytes
+    return time
 
 
 def _queue(links: _Links, groups: Sequence[Sequence[_Trip]], time: float, room: float, recall: bool) -> None:

@@ -10,11 +10,11 @@ import pytest
 from te_offload import DevicePeak, Fate, Phase, Plan, Reason, SlotName, StepRecord
 from te_offload.errors import ArgumentError, BudgetError, PlanError
 from te_offload.offload.choice import make_plan
-from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go
+from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go, gates_of
 from te_offload.offload.device_memory import Watermarks
 from te_offload.offload.forecast import parcels_of, work_of
 from te_offload.offload.planner import merge_records
-from te_offload.offload.timeline import Bounds, Key, Levels, Parcel, follow
+from te_offload.offload.timeline import Bounds, Key, Levels, Parcel, Work, follow
 from te_offload.report.table import device_lines
 from tests.unit.test_plan import LINK, MIB, going, policy, record
 
@@ -91,6 +91,23 @@ def test_what_is_predicted_for_the_choice_that_was_seen_is_what_was_seen() -> No
     budget = DeviceBudget(0, step, levels_of, levels_of(frozenset(went)))
     assert budget.peak(frozenset(went)).nbytes == step.device_peak.nbytes
     assert budget.peak(frozenset(sizes)).nbytes < step.device_peak.nbytes < budget.peak(frozenset()).nbytes
+
+
+def test_gates_are_where_more_must_have_left_than_before_since_a_backward() -> None:
+    order = (("a", False), ("b", False), ("c", False), ("c", True), ("d", False), ("d", True), ("b", True))
+    work = [Work((layer, 0), backward, 1.0) for layer, backward in order]
+    excess = {
+        (("a", 0), Phase.FORWARD): 90,  # before that nothing can have left
+        (("b", 0), Phase.FORWARD): 10,
+        (("b", 0), Phase.AFTER): 10,
+        (("c", 0), Phase.FORWARD): 5,
+        (("c", 0), Phase.AFTER): 20,
+        (("c", 0), Phase.BACKWARD): 30,
+        (("b", 0), Phase.BACKWARD): 70,  # after other backwards
+        (("d", 0), Phase.AFTER): 15,
+    }
+    assert gates_of(work, excess) == ((("a", 0), 10), (("c", 0), 30), (("d", 0), 15))
+    assert gates_of(work, {}) == ()
 
 
 def test_peak_that_is_no_layer_s_own_counts_with_the_slots_that_are_there_then() -> None:

@@ -275,6 +275,46 @@ def test_what_is_back_early_is_held_by_the_forwards_in_between() -> None:
     assert (found.peak_bytes, levels[("y", 0), Phase.BACKWARD]) == (50, 20)  # z's are out before that
 
 
+def test_gate_is_passed_when_the_first_bytes_have_left() -> None:
+    # copies out from 2, 10 bytes a millisecond: layer0's to 6, layer1's to 10, layer2's to 14, and foreseen a tenth slower
+    link = Link(out=10.0, back=10.0, out_duplex=10.0, back_duplex=10.0)
+    work, parcels = stack(4, 2.0, 4.0), slots(0, 40, 40, 0)
+    parcels["layer0", 0] = [Parcel(15, True), Parcel(25, True)]
+    free = {("layer0", 0): ((15, 2), (40, 4)), ("layer1", 0): ((40, 5),), ("layer2", 0): ((40, 6),)}
+    assert dict(departures_of(work, parcels, link).over) == free
+    assert dict(departures_of(work, parcels, link, ((("layer1", 0), 15),)).over) == free  # the first slot is enough
+    gates = ((("layer1", 0), 16), (("layer3", 0), 41))
+    found = departures_of(work, parcels, link, gates)
+    assert dict(found.over) == {**free, ("layer0", 0): ((15, 2), (40, 2)), ("layer1", 0): ((40, 4),)}
+    gated, levels = follow(work, parcels, link, Bounds(recall=True, paced=True, gates=gates))
+    # layer1 ends at 4 and waits to 6, layer3 ends at 10, as layer1's are out; and the backward waits for them, from 14 on
+    assert (levels[("layer1", 0), Phase.AFTER], levels[("layer3", 0), Phase.AFTER]) == (40, 40)
+    assert gated.waiting_ms >= 2.0
+    _, levels = follow(work, parcels, link, Bounds(recall=True, paced=True))
+    assert (levels[("layer1", 0), Phase.AFTER], levels[("layer3", 0), Phase.AFTER]) == (65, 80)
+
+
+def test_gate_of_a_later_micro_batch_is_for_what_was_not_read_before() -> None:
+    keys = [("layer0", 0), ("layer1", 0)]
+    order = [(keys[0], False), (keys[1], False), (keys[1], True), (keys[0], True)]
+    work = [Work((layer, turn), backward, 2.0) for turn in range(2) for (layer, _), backward in order]
+    parcels = {(layer, turn): [Parcel(40, True)] for layer, _ in keys for turn in range(2)}
+    free = departures_of(work, parcels, LINK).over
+    found = departures_of(work, parcels, LINK, ((("layer1", 1), 30),)).over
+    assert {key for key in free if found[key] != free[key]} == {("layer0", 1)}
+    assert found["layer0", 1] == ((40, 6),)
+
+
+def test_what_was_read_where_it_was_is_held_until_its_copy_is_over() -> None:
+    # layer1's 200 bytes are there at 4 and out at 24; its backward, from 4 to 8, reads them where they are
+    link = Link(out=10.0, back=10.0, out_duplex=10.0, back_duplex=10.0)
+    work, parcels = stack(2, 2.0, 4.0), {("layer0", 0): [Parcel(7, False)], ("layer1", 0): [Parcel(200, True)]}
+    _, levels = follow(work, parcels, link, Bounds(recall=True, paced=True))
+    assert levels[("layer0", 0), Phase.BACKWARD] == 207
+    found, levels = follow(work, parcels, link, Bounds(out=100.0, recall=True, paced=True))
+    assert levels[("layer0", 0), Phase.BACKWARD] == 7 and found.step_ms == 28.0  # which waits for that: 24 to 28
+
+
 def test_what_is_due_back_has_the_time_of_a_loss_too() -> None:
     # forwards to 30, backwards at 30 and 40, another forward to 60 and its loss to 80, when c's backward begins: 125 bytes
     # that take 37.5 at two thirds of the duplex rate are due at 42.5
