@@ -6,6 +6,7 @@ the session has torch's statistics begin anew between them. Does not: make a mod
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ def peak_of_steps(
     layers: Iterable[torch.nn.Module], step: Callable[[int], Any], **arguments: Any
 ) -> tuple[int, int, OffloadSession]:
     """Of any step from the third on, and bytes out of the last one. ``step`` is given its number."""
+    gc.collect()  # or models of tests before are let go of in between
     peaks: list[int] = []
     with OffloadSession(layers, min_bytes=0, **arguments) as session:
         for number in range(STEPS):
