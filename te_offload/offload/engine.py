@@ -366,6 +366,7 @@ class Engine:
         self.returns.pace = self._last_pace = None
         self.mover.departures = self._last_departures = None
         given = None if self.rules.plan is None else self.rules.plan.foreseen
+        self.mover.holds = given is not None
         if given is not None:
             self.returns.pace, self.mover.departures = given.pace, given.departures
             if self.adapts:

@@ -86,6 +86,7 @@ class Mover:
         knows_ends: whether the end of a copy can be asked for: not while a CUDA graph is captured.
         homes: of tensors that come back to the addresses where they were.
         departures: by when copies out are over; ``None``: when the host sees that they are.
+        holds: whether they count while a CUDA graph is captured too, since a plan needs them for its limit of the device.
         reused: how often host memory was given back for which the compute stream has waited, and the stream of copies out
             only will where it waits for a later moment of that.
     """
@@ -102,6 +103,7 @@ class Mover:
         self.knows_ends = True
         self.homes: list[Home] = []
         self.departures: Departures | None = None
+        self.holds = False
         self._in_use: Cargo | None = None  # given out last, and used by an op that may not be over
         self._leaving: collections.deque[Cargo] = collections.deque()
         self._unreachable: collections.deque[Cargo] = collections.deque()  # what nobody holds, released later
@@ -148,7 +150,7 @@ class Mover:
             after: the forward that ends here, if one does.
         """
         place = None
-        if after is not None and self.departures is not None and self.knows_ends:
+        if after is not None and self.departures is not None and (self.knows_ends or self.holds):
             place = self.departures.after.get(after)
         while self._leaving:
             cargo = self._leaving[0]

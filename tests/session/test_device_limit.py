@@ -130,6 +130,25 @@ def test_of_the_quickest_plans_the_one_that_sends_least_is_taken(
     assert found[-1] == pytest.approx(took)
 
 
+@pytest.mark.parametrize("room", [40_000, 60_000])
+def test_a_captured_step_holds_what_was_foreseen_too(
+    room: int, allocator: Allocator, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its plan lets go of leaves in a graph as it does in a step, though nobody sees the end of a copy there."""
+    device.lockstep = False
+    training = Training(device, LAYERS, (6000, 4000), 5.0, 10.0, loss_ms=60.0)
+    allocator.session = training.session(device_limit=WEIGHTS + room)
+    with allocator.session as session:
+        for _ in range(TIMED_EVERY):
+            training.step(session)
+        eager = session.records[-1]
+        monkeypatch.setattr(OffloadSession, "_is_capturing", lambda _: True)
+        training.step(session)
+        captured = session.records[-1]
+    assert captured.index > eager.index and captured.bytes_out == eager.bytes_out > 0
+    assert 0 < captured.peak_resident <= room
+
+
 def test_where_something_else_takes_more_than_before_more_goes(allocator: Allocator, device: SimulatedDevice) -> None:
     training = Training(device, LAYERS, SLOTS, 10.0, 20.0)
     with session_of(training, allocator, WEIGHTS + 30_000) as session:
