@@ -89,22 +89,20 @@ class DeviceBudget:
 
     def peak(self, choice: Choice) -> DevicePeak:
         """The largest, with some slots going."""
+        return max(self._peaks(choice), key=lambda peak: peak.nbytes)
+
+    def _peaks(self, choice: Choice) -> list[DevicePeak]:
         levels = self._levels_of(choice)
-        peaks = [
+        return [
             dataclasses.replace(peak, nbytes=others + held, held=held)
             for peak, others in self._others
             for held in (levels.get((_key(peak), peak.phase), 0),)
         ]
-        return max(peaks, key=lambda peak: peak.nbytes)
 
     def excess(self) -> dict[tuple[Key, Phase], int]:
         """By how many bytes each phase would pass the limit less the margin if nothing went, where it would."""
-        levels = self._levels_of(Choice())
-        found = {
-            (_key(peak), peak.phase): others + levels.get((_key(peak), peak.phase), 0) - self._limit + self._margin
-            for peak, others in self._others
-        }
-        return {phase: nbytes for phase, nbytes in found.items() if nbytes > 0}
+        most = self._limit - self._margin
+        return {(_key(peak), peak.phase): peak.nbytes - most for peak in self._peaks(Choice()) if peak.nbytes > most}
 
     def choices(self, orders: Iterable[Sequence[tuple[str, int]]]) -> list[Choice]:
         """Of each order the fewest slots that must go, if all suffice."""
