@@ -1,8 +1,8 @@
 """A model with attention and a large vocabulary within limits of the device's memory, and what a step then takes.
 
     ./run benchmarks.device_limits [--layers 8] [--experts 64] [--hidden 2048] [--ffn 1408] [--sequences 4] [--length 4096]
-                                   [--vocabulary 50304] [--rounds 20] [--limits 0.25 0.5 0.75] [--only TEXT ...]
-                                   [--json FILE]
+                                   [--vocabulary 50304] [--fp8] [--rounds 20] [--limits 0.25 0.5 0.75]
+                                   [--only TEXT ...] [--json FILE]
 
 Blocks of norm, causal attention, norm and our grouped MLP (SwiGLU, fused; gradients go into float32 `main_grad`), a head,
 and cross entropy over logits in float32: a step's peak is nobody's layer. Ways run one after the other on the same weights:
@@ -10,12 +10,14 @@ no offloading, first and last; a session that sends all; sessions with a ``devic
 first one's peak down to the second's; Transformer Engine's context (v2, ``retain_pinned_cpu_buffers=True``) around the same
 blocks for every number of layers that it takes. Milliseconds are of the host's clock around a step that ends with a
 synchronization, medians (least, most) of rounds after 12 steps. GiB are the most that torch had allocated in any step from
-the third on. For each limit the table says which number of layers of Transformer Engine's meets it soonest.
+the third on. For each limit the table says which number of layers of Transformer Engine's meets it soonest. With `--fp8`
+the experts run in FP8 (`Float8CurrentScaling`); all else stays in bf16.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import statistics
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
 
 from benchmarks.stack_runs import parser_of_sizes, setting
 from te_offload import OffloadSession, ops
@@ -77,10 +80,11 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Blocks, a norm, a head and a loss."""
+    """Blocks, a norm, a head and a loss. ``fp8``: what of it Transformer Engine runs so, runs in FP8."""
 
-    def __init__(self, sizes: argparse.Namespace) -> None:
+    def __init__(self, sizes: argparse.Namespace, *, fp8: bool = False) -> None:
         super().__init__()
+        self.fp8 = fp8
         torch.manual_seed(0)
         like: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
         self.blocks = torch.nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
@@ -101,11 +105,10 @@ class Model(torch.nn.Module):
         """The loss."""
         x: torch.Tensor = self.x.clone()
         for block in self.blocks:
-            if self.context is None:
+            recipe = te.autocast(recipe=Float8CurrentScaling()) if self.fp8 else contextlib.nullcontext()
+            with recipe, self.context or contextlib.nullcontext():
                 x = block(x, self.splits, self.scales)
-            else:
-                with self.context:
-                    x = block(x, self.splits, self.scales)
+            if self.context is not None:
                 x = self.sync(x)
         logits = self.head(self.norm(x)).float()
         return torch.nn.functional.cross_entropy(logits, self.targets)
@@ -231,13 +234,15 @@ def main() -> None:
     """Run, print a table, write JSON if asked."""
     parser = parser_of_sizes(__doc__, "no offloading, and a session that sends all", SIZES)
     parser.add_argument("--limits", type=float, nargs="+", default=(0.25, 0.5, 0.75), help="shares of the way down")
+    parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA device; torch sees none here.")
     head = setting(arguments.rounds)
     print(", ".join(f"{key} {value}" for key, value in head.items()))
-    print(", ".join(f"{name} {getattr(arguments, name)}" for name in SIZES), flush=True)
-    model = Model(arguments)
+    form = "experts in FP8" if arguments.fp8 else "bf16"
+    print(", ".join([*(f"{name} {getattr(arguments, name)}" for name in SIZES), form]), flush=True)
+    model = Model(arguments, fp8=arguments.fp8)
     rows = [run(Way("no offloading"), model, arguments.rounds)]
     rows.append(run(Way("a session that sends all", session=True), model, arguments.rounds))
     print(table(rows), flush=True)
@@ -247,7 +252,8 @@ def main() -> None:
             print(f"{way.name}: {statistics.median(rows[-1]['ms']):.1f} ms", flush=True)
     print(table(rows))
     if arguments.json:
-        result = {"schema": "1.0", **head, "sizes": {name: getattr(arguments, name) for name in SIZES}, "rows": rows}
+        sizes = {name: getattr(arguments, name) for name in SIZES}
+        result = {"schema": "1.1", **head, "sizes": sizes, "fp8": arguments.fp8, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
