@@ -10,8 +10,9 @@ no offloading, first and last; a session that sends all; sessions with a ``devic
 first one's peak down to the second's; Transformer Engine's context (v2, ``retain_pinned_cpu_buffers=True``) around the same
 blocks for every number of layers that it takes. Milliseconds are of the host's clock around a step that ends with a
 synchronization, medians (least, most) of rounds after 12 steps. GiB are the most that torch had allocated in any step from
-the third on. For each limit the table says which number of layers of Transformer Engine's meets it soonest. With `--fp8`
-the experts run in FP8 (`Float8CurrentScaling`); all else stays in bf16.
+the third on, those reserved the most that its allocator had taken of the card by then; between two ways it gives back what
+it can. For each limit the table says which number of layers of Transformer Engine's meets it soonest. With `--fp8` the
+experts run in FP8 (`Float8CurrentScaling`); all else stays in bf16.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ def run(way: Way, model: Model, rounds: int) -> dict[str, Any]:
             enabled=True, num_layers=way.layers, model_layers=len(model.blocks), retain_pinned_cpu_buffers=True
         )
     peaks: list[int] = []
+    reserved: list[int] = []
     times: list[float] = []
     gc.collect()
     torch.cuda.empty_cache()
@@ -154,12 +156,14 @@ def run(way: Way, model: Model, rounds: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
         peaks.append(_peak(session, number))
+        reserved.append(torch.cuda.max_memory_reserved())
     gc.enable()
     row: dict[str, Any] = {
         "name": way.name,
         "limit": way.limit,
         "ms": times[WARM_UP:],
         "peak_bytes": max(peaks[2:]),
+        "reserved_bytes": max(reserved),
         "bytes_out": None,
     }
     if session is not None:
@@ -197,8 +201,9 @@ def ways_of(shares: Sequence[float], layers: int, most: int, least: int) -> Iter
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown, and for each limit what meets it of Transformer Engine's."""
     lines = [
-        "| | limit GiB | ms foreseen | ms, median (least, most) | GiB foreseen | GiB | MiB out | ms waiting |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | limit GiB | ms foreseen | ms, median (least, most) | GiB foreseen | GiB | reserved | MiB out | "
+        "ms waiting |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         ms = f"{statistics.median(row['ms']):.1f} ({min(row['ms']):.1f}, {max(row['ms']):.1f})"
@@ -207,7 +212,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         out = "" if row["bytes_out"] is None else f"{row['bytes_out'] / 2**20:.0f}"
         waiting = f"{row['waiting_ms']:.1f}" if "waiting_ms" in row else ""
         limit = "" if row["limit"] is None else _gib(row["limit"])
-        cells = [row["name"], limit, foreseen, ms, room, _gib(row["peak_bytes"]), out, waiting]
+        taken = _gib(row["peak_bytes"]), _gib(row["reserved_bytes"])
+        cells = [row["name"], limit, foreseen, ms, room, *taken, out, waiting]
         lines.append(f"| {' | '.join(cells)} |")
     theirs = [row for row in rows if row["name"].startswith("Transformer")]
     lines.append("")
@@ -253,7 +259,7 @@ def main() -> None:
     print(table(rows))
     if arguments.json:
         sizes = {name: getattr(arguments, name) for name in SIZES}
-        result = {"schema": "1.1", **head, "sizes": sizes, "fp8": arguments.fp8, "rows": rows}
+        result = {"schema": "1.2", **head, "sizes": sizes, "fp8": arguments.fp8, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

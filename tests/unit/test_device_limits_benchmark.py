@@ -15,6 +15,7 @@ def row(name: str, ms: float, gib: float, **more: Any) -> dict[str, Any]:
         "limit": None,
         "ms": [ms - 1, ms, ms + 2],
         "peak_bytes": int(gib * GIB),
+        "reserved_bytes": int((gib + 0.5) * GIB),
         "bytes_out": None,
     } | more
 
@@ -35,7 +36,7 @@ def test_table_names_for_each_limit_the_quickest_of_the_peers_that_meet_it() -> 
         row("Transformer Engine's context, 3 of 4 layers", 12.0, 8.5),
     ]  # fmt: skip
     text = table(rows)
-    assert "| device_limit | 9.00 | 9.5 | 10.0 (9.0, 12.0) | 8.00 | 8.50 | 3 | 0.5 |" in text
+    assert "| device_limit | 9.00 | 9.5 | 10.0 (9.0, 12.0) | 8.00 | 8.50 | 9.00 | 3 | 0.5 |" in text
     assert (
         "ours 10.0 ms (peak in layer1, backward); of theirs Transformer Engine's context, 3 of 4 layers, 12.0" in text
     )
