@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -132,7 +133,8 @@ def test_demo_in_a_recipe_moves_quantized_slots_and_keeps_every_bit(
 ) -> None:
     """With Transformer Engine's kernels replaced; the CPU has none."""
     te_on_cpu.unfused(monkeypatch, grouped=False)
-    monkeypatch.setattr("te_offload.cli.demo.choose_recipe", lambda name, device: RECIPES[name])
+    command = importlib.import_module("te_offload.cli.demo")  # te_offload.cli has a function of this name
+    monkeypatch.setattr(command, "choose_recipe", lambda name, device: RECIPES[name])
     with torch._dynamo.config.patch(disable=True):  # with which Transformer Engine updates delayed scales
         status, text = invoke("--out", str(tmp_path), "--recipe", recipe, "--min-bytes", "0")
     assert status == 0, text

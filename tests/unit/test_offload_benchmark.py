@@ -111,7 +111,7 @@ def test_the_whole_benchmark_runs_every_way_of_ours_and_fills_its_table(
     monkeypatch.setattr(
         offload, "ways", lambda layers, **_: [way for way in ways(layers) if way.engine in (None, "te_offload")]
     )
-    result = offload.measure(Shape(3, 2, 256, 512, 2048, fp8=False), 2, None)
+    result = offload.measure(Shape(3, 2, 64, 128, 8192, fp8=False), 2, None)
     assert [row["name"] for row in result["rows"]] == [way.name for way in offload.ways(3)]
     assert all(row["same_bits"] for row in result["rows"])
     assert [row["name"] for row in result["rows"] if "cost" in row] == [offload.ways(3)[2].name]
@@ -143,7 +143,7 @@ def test_fused_layers_have_bits_and_windows_of_their_own_in_the_benchmark_and_ot
         "ways",
         lambda layers, **how: [way for way in ways(layers, **how) if way.engine in (None, "te_offload")],
     )
-    result = offload.measure(Shape(3, 2, 256, 512, 2048, fp8=False, fused=True), 2, None)
+    result = offload.measure(Shape(3, 2, 64, 128, 8192, fp8=False, fused=True), 2, None)
     assert all(row["same_bits"] for row in result["rows"])
     plain = {way.name for way in offload.ways(3, fused=True) if way.plain}
     assert len(plain) == 2
@@ -157,7 +157,7 @@ def test_fused_layers_have_bits_and_windows_of_their_own_in_the_benchmark_and_ot
 
 def test_benchmark_of_plans_has_a_row_for_each_fraction_and_its_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     _on_cpu(monkeypatch, grouped=True)
-    result = plans.measure(Shape(3, 2, 256, 512, 2048, fp8=False), (0.3, 1.0), 2)
+    result = plans.measure(Shape(3, 2, 64, 128, 8192, fp8=False), (0.3, 1.0), 2)
     first, some, most = result["rows"]
     assert all(row["same_bits"] and len(row["ms"]) == 2 for row in result["rows"])
     assert "predicted_ms" not in first
