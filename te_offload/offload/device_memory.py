@@ -1,8 +1,8 @@
 """How much memory of the device torch's allocator had given out at the most, window by window of a step.
 
-In: the borders between windows, when the step passes them. Out: a `DevicePeak` for each window. Keeps true: each peak is of
-its window alone. Does not: count what is not torch's, or what the allocator holds and nobody has asked for; leave torch's
-own peak statistics as they are, which begin anew at each border.
+In: the borders between windows, when the step passes them. Out: a `DevicePeak` for each window; what the allocator holds
+and nobody uses, given back. Keeps true: each peak is of its window alone. Does not: count what is not torch's, or what the
+allocator holds and nobody has asked for; leave torch's own peak statistics as they are, which begin anew at each border.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ class Watermarks:
 
     Args:
         read: gives the most bytes that were allocated since it was called last.
+        give_back: lets the allocator give the device what it holds and nobody uses.
     """
 
-    def __init__(self, read: Callable[[], int]) -> None:
+    def __init__(self, read: Callable[[], int], give_back: Callable[[], None]) -> None:
         self._read = read
+        self._give_back = give_back
         self._window: tuple[str, int, Phase] | None = None
         self._held = 0
         self._peaks: list[DevicePeak] = []
@@ -33,6 +35,13 @@ class Watermarks:
         self._read()
         self._peaks = []
         self._window, self._held = ("", 0, Phase.BEFORE), 0
+
+    def begin_plan(self) -> None:
+        """Steps keep other slots from now on. These would be cut from large free blocks, which then would be allocated once
+        more, for a loss, say; and what a small slot lies in cannot be given back any more, so that the device had to hold
+        both. It waits for the device.
+        """
+        self._give_back()
 
     def border(self, layer: str, forward: int, phase: Phase) -> None:
         """The window of a step ends, if one is open, and another one begins."""
@@ -70,4 +79,4 @@ def watermarks_of(device: torch.device) -> Watermarks:
             )
         return peak
 
-    return Watermarks(read)
+    return Watermarks(read, torch.cuda.empty_cache)

@@ -149,6 +149,8 @@ class Engine:
             self._reserve = 0
         self._adapt()
         if self.rules.plan is not self._timed_plan:
+            if self.watermarks is not None and self.rules.plan and not self.rules.plan.sends_as(self._timed_plan):
+                self.watermarks.begin_plan()
             self._forget_times()
         transfer = self.mover.transfer
         transfer.timed = self.times_next or self.steps < self._timed_until or self.steps % TIMED_EVERY == 0

@@ -65,6 +65,10 @@ class Plan:
             return last is None or self._goes[name, last]
         return known
 
+    def sends_as(self, before: Plan | None) -> bool:
+        """Whether the same slots go as with a plan before; ``None``: as where all go."""
+        return all(slot.goes == (before is None or before.goes(slot.name, slot.forward)) for slot in self.slots)
+
     @property
     def bytes_going(self) -> int:
         """Bytes of the slots that go."""

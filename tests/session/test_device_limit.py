@@ -32,11 +32,12 @@ class Allocator:
     """Counts a session's saved tensors, and what else there is.
 
     Attributes:
-        others: bytes. session: whose.
+        others: bytes. session: whose. gave_back: the steps as which began the device got what nobody used.
     """
 
     def __init__(self) -> None:
         self.others = WEIGHTS
+        self.gave_back: list[int] = []
         self.session: OffloadSession | None = None
         self._before: list[tuple[str, int]] = []
         self._seen = 0
@@ -50,11 +51,15 @@ class Allocator:
         self._seen = len(moments)
         return self.others + found
 
+    def give_back(self) -> None:
+        assert self.session is not None and self.session._engine is not None
+        self.gave_back.append(self.session._engine.steps)
+
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     made = Allocator()
-    monkeypatch.setattr(session_module, "watermarks_of", lambda _: Watermarks(made.read))
+    monkeypatch.setattr(session_module, "watermarks_of", lambda _: Watermarks(made.read, made.give_back))
     return made
 
 
@@ -86,6 +91,7 @@ def test_after_the_plan_no_step_takes_more_than_the_limit_and_no_more_goes_than_
         assert session.plan is not None and session.plan.forecast is not None
         assert max(peaks[4:]) <= WEIGHTS + room
         assert session.plan.forecast.device_bytes == peaks[-1] > WEIGHTS + room - 2 * EACH
+        assert allocator.gave_back == [2]  # where slots began to stay
         least = LAYERS * EACH - room
         assert least <= session.plan.bytes_going <= max(0, least + 2 * EACH) and out[0] == LAYERS * EACH
         assert "within device_limit" in session.report()
@@ -162,6 +168,7 @@ def test_where_something_else_takes_more_than_before_more_goes(allocator: Alloca
         for _ in range(TIMED_EVERY + 2):
             training.step(session)
         assert session.plan.bytes_going >= LAYERS * EACH - 22_000 > before
+        assert len(allocator.gave_back) == 2
         record = session.timed_record
         assert record is not None and record.device_peak is not None and record.device_peak.nbytes <= WEIGHTS + 30_000
 

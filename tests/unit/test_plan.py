@@ -384,6 +384,13 @@ def test_slot_that_is_computed_again_is_no_parcel_and_meets_no_budget() -> None:
     assert {slot.name.split("/")[0] for slot in plan.slots} == {"layer0"} and plan.bytes_going == 60 * MIB
 
 
+def test_plan_sends_as_another_one_of_which_the_same_slots_go() -> None:
+    some = Plan((PlannedSlot("layer0/a.x", 0, 1, goes=True), PlannedSlot("layer0/b.x", 0, 1, goes=False)))
+    everything = Plan(tuple(dataclasses.replace(slot, goes=True) for slot in some.slots))
+    assert some.sends_as(Plan(some.slots)) and everything.sends_as(None)
+    assert not some.sends_as(None) and not some.sends_as(everything) and not everything.sends_as(some)
+
+
 def test_bounds_do_not_ask_what_comes_after_the_last_backward() -> None:
     step = record(layers=4, backward=2.0)
     *windows, first = sorted(step.windows, key=lambda window: window.read or 0)
