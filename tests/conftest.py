@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -56,6 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"level 1 ({marker}); run with --level 1"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none here"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections() -> None:
+    """What was there before a module's tests is not looked at by each garbage collection of theirs."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from te_offload.graphs import capture, capture_layers
-from tests.session.test_random_programs import quick_collections
 from tests.support.random_compiled import run_compiled
 from tests.support.random_layers import Twin, random_session
-
-__all__ = ["quick_collections"]
 
 pytestmark = [
     pytest.mark.gpu,

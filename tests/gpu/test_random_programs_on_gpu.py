@@ -12,10 +12,8 @@ import torch
 from te_offload.offload import dropin
 from te_offload.offload import session as session_module
 from te_offload.offload.decide import Rules
-from tests.session.test_random_programs import quick_collections, run, run_in_the_context
+from tests.session.test_random_programs import run, run_in_the_context
 from tests.support.random_programs import Program
-
-__all__ = ["quick_collections"]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")]
 

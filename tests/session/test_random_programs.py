@@ -8,7 +8,6 @@ import functools
 import gc
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -27,15 +26,6 @@ from tests.support.random_programs import ForwardRaisedError, Layer, Program, ra
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of checkpoints under no_grad
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Any:
-    """What was there before is not looked at by each of many garbage collections."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _arrange(patch: pytest.MonkeyPatch, draw: random.Random) -> bool:
