@@ -211,13 +211,15 @@ def test_ranks_plan_from_the_largest_of_their_peaks() -> None:
         merge_records([one, dataclasses.replace(other, device_peaks=other.device_peaks[::-1])])
 
 
-def test_what_the_allocator_keeps_of_a_gpu_is_given_back_where_steps_keep_other_slots(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("capturing", [False, True])
+def test_what_the_allocator_keeps_of_a_gpu_is_given_back_where_steps_keep_other_slots_but_in_no_capture(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool
 ) -> None:
     given_back: list[None] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(None))
     watermarks_of(torch.device("cuda", 0)).begin_plan()
-    assert len(given_back) == 1
+    assert len(given_back) == (not capturing)
 
 
 def test_each_peak_is_of_its_own_window() -> None:
