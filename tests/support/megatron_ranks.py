@@ -11,6 +11,7 @@ session and in one, and write what each found (``KIND0.pt``, ``KIND1.pt``) and a
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -264,5 +265,7 @@ def main() -> None:
         torch.cuda.set_device(rank)
     for kind in KINDS:
         rank_of_two(rank, device, kind, folder)
+    for child in multiprocessing.active_children():  # of Megatron-core's checkpoints, which would outlive this
+        child.terminate()
     sys.stdout.flush()
     os._exit(0)
