@@ -233,7 +233,7 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
 
     gated = dataclasses.replace(most, gates=steps.gates(budget_with(most)))
     fewer = (dataclasses.replace(most, out=share * most.out, back=share * most.back) for share in _FEWER)
-    ways = (gated, most) if steps.bounds_are_given or not everything else (gated, most, *fewer)
+    ways = (gated, most, *(() if steps.bounds_are_given or not everything else fewer))
     for bounds in dict.fromkeys(ways):  # gates are none where memory is short in backwards alone
         choices = budget_with(bounds).choices(_orders(steps.slots, _KINDS))
         found += [(choice, bounds) for choice in choices]
