@@ -2,7 +2,7 @@
 
     ./run benchmarks.device_limits [--layers 8] [--experts 64] [--hidden 2048] [--ffn 1408] [--sequences 4] [--length 4096]
                                    [--vocabulary 50304] [--fp8] [--rounds 20] [--limits 0.25 0.5 0.75]
-                                   [--only TEXT ...] [--json FILE]
+                                   [--only TEXT ...] [--least-card] [--json FILE]
 
 Blocks of norm, causal attention, norm and our grouped MLP (SwiGLU, fused; gradients go into float32 `main_grad`), a head,
 and cross entropy over logits in float32: a step's peak is nobody's layer. Ways run one after the other on the same weights:
@@ -12,18 +12,22 @@ blocks for every number of layers that it takes. Milliseconds are of the host's 
 synchronization, medians (least, most) of rounds after 12 steps. GiB are the most that torch had allocated in any step from
 the third on, those reserved the most that its allocator had taken of the card by then; between two ways it gives back what
 it can. For each limit the table says which number of layers of Transformer Engine's meets it soonest. With `--fp8` the
-experts run in FP8 (`Float8CurrentScaling`); all else stays in bf16.
+experts run in FP8 (`Float8CurrentScaling`); all else stays in bf16. With `--least-card` each way runs again on cards made
+smaller (`torch.cuda.set_per_process_memory_fraction`): the least GiB, to an eighth, that torch's allocator had to have, how
+long steps took then, and how often it had to give back what it held and ask again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +51,7 @@ SIZES = {
 }
 _HEAD = 128  # columns of a head of attention
 _GIB = 2**30
+_GRAIN = _GIB // 8  # of cards made smaller
 
 
 class Block(torch.nn.Module):
@@ -136,11 +141,22 @@ def run(way: Way, model: Model, rounds: int) -> dict[str, Any]:
         model.context, model.sync = te.get_cpu_offload_context(
             enabled=True, num_layers=way.layers, model_layers=len(model.blocks), retain_pinned_cpu_buffers=True
         )
+    try:
+        return _steps(way, model, rounds, session)
+    finally:
+        gc.enable()
+        if session is not None:
+            session.close()
+        model.context = model.sync = None
+
+
+def _steps(way: Way, model: Model, rounds: int, session: OffloadSession | None) -> dict[str, Any]:
     peaks: list[int] = []
     reserved: list[int] = []
     times: list[float] = []
     gc.collect()
     torch.cuda.empty_cache()
+    retries = [_retries()]
     gc.disable()
     for number in range(WARM_UP + rounds):
         model.zero_grad(set_to_none=True)
@@ -157,13 +173,15 @@ def run(way: Way, model: Model, rounds: int) -> dict[str, Any]:
         times.append(1e3 * (time.perf_counter() - began))
         peaks.append(_peak(session, number))
         reserved.append(torch.cuda.max_memory_reserved())
-    gc.enable()
+        retries.append(_retries())
     row: dict[str, Any] = {
         "name": way.name,
         "limit": way.limit,
         "ms": times[WARM_UP:],
         "peak_bytes": max(peaks[2:]),
         "reserved_bytes": max(reserved),
+        "warm_up_ms": times[:WARM_UP],
+        "retries": [later - sooner for sooner, later in itertools.pairwise(retries)],
         "bytes_out": None,
     }
     if session is not None:
@@ -174,9 +192,13 @@ def run(way: Way, model: Model, rounds: int) -> dict[str, Any]:
         row["peak_in"] = record.device_peak.name if record.device_peak else None
         if plan is not None and plan.forecast is not None:
             row["predicted_ms"], row["predicted_bytes"] = plan.forecast.step_ms, plan.forecast.device_bytes
-        session.close()
-    model.context = model.sync = None
     return row
+
+
+def _retries() -> int:
+    """How often the allocator has given back what it held and asked again, so far."""
+    found: int = torch.cuda.memory_stats()["num_alloc_retries"]
+    return found
 
 
 def _peak(session: OffloadSession | None, step: int) -> int:
@@ -186,6 +208,69 @@ def _peak(session: OffloadSession | None, step: int) -> int:
     if record is not None and record.index == step and record.device_peak is not None:
         parts.append(record.device_peak.nbytes)
     return max(parts)
+
+
+def least_card(row_on: Callable[[int], dict[str, Any] | None], row: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The smallest card a way runs on, of those ``_GRAIN`` apart from what it allocated to what its allocator reserved, and
+    its row there; by halving.
+
+    Args:
+        row_on: on a card of so many bytes; ``None``: out of memory.
+        row: with room for all.
+    """
+    low, high = -(-row["peak_bytes"] // _GRAIN), -(-row["reserved_bytes"] // _GRAIN)
+    while low < high:  # it runs on high
+        middle = (low + high) // 2
+        there = row_on(middle * _GRAIN)
+        if there is None:
+            low = middle + 1
+        else:
+            high, row = middle, there
+    return high * _GRAIN, row
+
+
+def on_card(way: Way, model: Model, rounds: int, nbytes: int, at_rest: int) -> dict[str, Any] | None:
+    """The way's row where torch's allocator may have ``nbytes``; ``None``: they are too few. ``at_rest``: bytes allocated
+    between ways; more than those were left behind by a way that ran out of memory, and do not count.
+    """
+    left = _at_rest(model) - at_rest
+    torch.cuda.set_per_process_memory_fraction((nbytes + left) / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        row = run(way, model, rounds)
+    except torch.OutOfMemoryError:
+        row = None
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    took = "out of memory" if row is None else f"{statistics.median(row['ms']):.1f} ms"
+    more = _at_rest(model) - at_rest - left
+    after = f"; it left {_gib(more)} GiB behind" if more > _GRAIN else ""
+    print(f"{way.name}, on {_gib(nbytes)} GiB: {took}{after}", flush=True)
+    return row
+
+
+def _at_rest(model: Model) -> int:
+    """Bytes allocated between ways."""
+    model.zero_grad(set_to_none=True)
+    model.x.grad = None
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
+def table_of_cards(found: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> str:
+    """The smallest cards as Markdown, beside what each way took with room for all."""
+    lines = [
+        "| | limit GiB | GiB | reserved | least card | ms on it, median (least, most) | retries a step | in all |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for least, row in zip(found, rows, strict=True):
+        limit = "" if row["limit"] is None else _gib(row["limit"])
+        there = least["row"]
+        ms = f"{statistics.median(there['ms']):.1f} ({min(there['ms']):.1f}, {max(there['ms']):.1f})"
+        often = f"{statistics.mean(there['retries'][WARM_UP:]):.1f}", str(sum(there["retries"]))
+        sizes = (_gib(nbytes) for nbytes in (row["peak_bytes"], row["reserved_bytes"], least["card_bytes"]))
+        cells = [row["name"], limit, *sizes, ms, *often]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def ways_of(shares: Sequence[float], layers: int, most: int, least: int) -> Iterator[Way]:
@@ -241,6 +326,7 @@ def main() -> None:
     parser = parser_of_sizes(__doc__, "no offloading, and a session that sends all", SIZES)
     parser.add_argument("--limits", type=float, nargs="+", default=(0.25, 0.5, 0.75), help="shares of the way down")
     parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
+    parser.add_argument("--least-card", action="store_true", help="run each way again on smaller and smaller cards")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA device; torch sees none here.")
@@ -249,17 +335,29 @@ def main() -> None:
     form = "experts in FP8" if arguments.fp8 else "bf16"
     print(", ".join([*(f"{name} {getattr(arguments, name)}" for name in SIZES), form]), flush=True)
     model = Model(arguments, fp8=arguments.fp8)
-    rows = [run(Way("no offloading"), model, arguments.rounds)]
-    rows.append(run(Way("a session that sends all", session=True), model, arguments.rounds))
-    print(table(rows), flush=True)
+    at_rest = _at_rest(model)
+    ways, rows, cards = [], [], []
+
+    def measure(way: Way) -> None:
+        ways.append(way)
+        rows.append(run(way, model, arguments.rounds))
+        print(f"{way.name}: {statistics.median(rows[-1]['ms']):.1f} ms", flush=True)
+
+    measure(Way("no offloading"))
+    measure(Way("a session that sends all", session=True))
     for way in ways_of(arguments.limits, arguments.layers, *(row["peak_bytes"] for row in rows)):
         if not arguments.only or any(text in way.name for text in arguments.only):
-            rows.append(run(way, model, arguments.rounds))
-            print(f"{way.name}: {statistics.median(rows[-1]['ms']):.1f} ms", flush=True)
-    print(table(rows))
+            measure(way)
+    print(table(rows), flush=True)
+    if arguments.least_card:
+        for way, row in zip(ways, rows, strict=True):
+            try_on = functools.partial(on_card, way, model, arguments.rounds, at_rest=at_rest)
+            card, there = least_card(try_on, row)
+            cards.append({"name": way.name, "card_bytes": card, "row": there})
+        print("\n" + table_of_cards(cards, rows))
     if arguments.json:
         sizes = {name: getattr(arguments, name) for name in SIZES}
-        result = {"schema": "1.2", **head, "sizes": sizes, "fp8": arguments.fp8, "rows": rows}
+        result = {"schema": "1.3", **head, "sizes": sizes, "fp8": arguments.fp8, "rows": rows, "least_cards": cards}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

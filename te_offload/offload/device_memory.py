@@ -20,12 +20,10 @@ class Watermarks:
 
     Args:
         read: gives the most bytes that were allocated since it was called last.
-        give_back: lets the allocator give the device what it holds and nobody uses.
     """
 
-    def __init__(self, read: Callable[[], int], give_back: Callable[[], None]) -> None:
+    def __init__(self, read: Callable[[], int]) -> None:
         self._read = read
-        self._give_back = give_back
         self._window: tuple[str, int, Phase] | None = None
         self._held = 0
         self._peaks: list[DevicePeak] = []
@@ -35,13 +33,6 @@ class Watermarks:
         self._read()
         self._peaks = []
         self._window, self._held = ("", 0, Phase.BEFORE), 0
-
-    def begin_plan(self) -> None:
-        """Steps keep other slots from now on. These would be cut from large free blocks, which then would be allocated once
-        more, for a loss, say; and what a small slot lies in cannot be given back any more, so that the device had to hold
-        both. It waits for the device.
-        """
-        self._give_back()
 
     def border(self, layer: str, forward: int, phase: Phase) -> None:
         """The window of a step ends, if one is open, and another one begins."""
@@ -79,8 +70,14 @@ def watermarks_of(device: torch.device) -> Watermarks:
             )
         return peak
 
-    def give_back() -> None:
-        if not torch.cuda.is_current_stream_capturing():  # by others, who allow no wait for the device
-            torch.cuda.empty_cache()
+    return Watermarks(read)
 
-    return Watermarks(read, give_back)
+
+def give_back_unused(device: torch.device) -> None:
+    """Steps keep other slots from now on: torch's allocator gives the GPU what it holds and nobody uses. Else these slots
+    would be cut from large free blocks, which then would be allocated once more, for a loss, say; and what a small slot
+    lies in cannot be given back any more, so that the device had to hold both. It waits for the device, unless others
+    capture.
+    """
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.empty_cache()

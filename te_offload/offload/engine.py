@@ -16,7 +16,7 @@ import torch
 
 from te_offload.offload import numa
 from te_offload.offload.decide import Rules
-from te_offload.offload.device_memory import Watermarks
+from te_offload.offload.device_memory import Watermarks, give_back_unused
 from te_offload.offload.forecast import bounds_for, departures_for, pace_for
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.measure import FinishedStep, resolve
@@ -149,8 +149,8 @@ class Engine:
             self._reserve = 0
         self._adapt()
         if self.rules.plan is not self._timed_plan:
-            if self.watermarks is not None and self.rules.plan and not self.rules.plan.sends_as(self._timed_plan):
-                self.watermarks.begin_plan()
+            if self.rules.plan and not self.rules.plan.sends_as(self._timed_plan):
+                give_back_unused(self.device)
             self._forget_times()
         transfer = self.mover.transfer
         transfer.timed = self.times_next or self.steps < self._timed_until or self.steps % TIMED_EVERY == 0

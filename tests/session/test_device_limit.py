@@ -13,6 +13,7 @@ import torch
 from te_offload import OffloadSession, Phase, Plan
 from te_offload.errors import ArgumentError, BudgetError, UnsupportedError
 from te_offload.offload import device_budget
+from te_offload.offload import engine as engine_module
 from te_offload.offload import session as session_module
 from te_offload.offload.decide import Rules
 from te_offload.offload.device_memory import Watermarks
@@ -59,7 +60,8 @@ class Allocator:
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     made = Allocator()
-    monkeypatch.setattr(session_module, "watermarks_of", lambda _: Watermarks(made.read, made.give_back))
+    monkeypatch.setattr(session_module, "watermarks_of", lambda _: Watermarks(made.read))
+    monkeypatch.setattr(engine_module, "give_back_unused", lambda _: made.give_back())
     return made
 
 

@@ -11,6 +11,7 @@ import torch
 
 from te_offload import Fate, OffloadSession, Plan, PlannedSlot, Reason
 from te_offload.errors import ArgumentError, BudgetError, PlanError
+from te_offload.offload import engine
 from te_offload.units import format_bytes
 from tests.session.test_lifetime import SPLITS, Stack
 from tests.support.mlp import assert_same_bits, make_inputs, run
@@ -63,6 +64,22 @@ def test_fraction_is_met_and_predicted_before_the_third_step() -> None:
         assert first.bytes_out == 4 * LAYER and not first.planned
         assert last.planned and 0.3 * 4 * LAYER <= last.bytes_out <= 0.3 * 4 * LAYER + ACT
         assert last.bytes_back == last.bytes_out > 0
+
+
+def test_as_slots_begin_to_stay_what_the_allocator_holds_unused_is_given_back_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_back: list[int] = []
+    model = Stack(4)
+    with OffloadSession(model.layers, min_bytes=0, fraction=0.3) as session:
+        monkeypatch.setattr(engine, "give_back_unused", lambda device: given_back.append(session.records[-1].index))
+        steps(session, model, 6)
+        planned = [record.index for record in session.records if record.planned]
+        assert given_back == [1] and planned == [2, 3, 4, 5]
+    with OffloadSession(model.layers, min_bytes=0, fraction=1.0) as session:
+        steps(session, model, 6)
+        assert session.plan is not None and session.records[-1].bytes_out == 4 * LAYER
+    assert len(given_back) == 1  # the same slots go as before the plan
 
 
 def test_budget_per_layer_leaves_no_more_than_that_of_each_forward() -> None:

@@ -12,7 +12,7 @@ from te_offload import DevicePeak, Fate, Phase, Plan, Reason, SlotName, StepReco
 from te_offload.errors import ArgumentError, BudgetError, PlanError
 from te_offload.offload.choice import make_plan
 from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go, gates_of
-from te_offload.offload.device_memory import Watermarks, watermarks_of
+from te_offload.offload.device_memory import Watermarks, give_back_unused
 from te_offload.offload.forecast import parcels_of, work_of
 from te_offload.offload.planner import merge_records
 from te_offload.offload.timeline import Bounds, Key, Levels, Parcel, Work, follow
@@ -218,13 +218,15 @@ def test_what_the_allocator_keeps_of_a_gpu_is_given_back_where_steps_keep_other_
     given_back: list[None] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(None))
-    watermarks_of(torch.device("cuda", 0)).begin_plan()
+    give_back_unused(torch.device("cuda", 0))
+    assert len(given_back) == (not capturing)
+    give_back_unused(torch.device("cpu"))
     assert len(given_back) == (not capturing)
 
 
 def test_each_peak_is_of_its_own_window() -> None:
     reads = iter((7, 30, 10, 20, 40))
-    marks = Watermarks(lambda: next(reads), lambda: None)
+    marks = Watermarks(lambda: next(reads))
     marks.border("layer0", 0, Phase.FORWARD)  # in a step that is not watched
     assert marks.end() == ()
     marks.begin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.device_limits import Way, table, ways_of
+from benchmarks.device_limits import WARM_UP, Way, least_card, table, table_of_cards, ways_of
 
 GIB = 2**30
 
@@ -17,6 +17,7 @@ def row(name: str, ms: float, gib: float, **more: Any) -> dict[str, Any]:
         "peak_bytes": int(gib * GIB),
         "reserved_bytes": int((gib + 0.5) * GIB),
         "bytes_out": None,
+        "retries": [0] * (WARM_UP + 3),
     } | more
 
 
@@ -41,3 +42,23 @@ def test_table_names_for_each_limit_the_quickest_of_the_peers_that_meet_it() -> 
         "ours 10.0 ms (peak in layer1, backward); of theirs Transformer Engine's context, 3 of 4 layers, 12.0" in text
     )
     assert "of theirs none does" in table(rows[:2])
+
+
+def test_least_card_is_the_smallest_on_which_a_way_runs_with_its_row_there() -> None:
+    tried: list[int] = []
+
+    def row_on(nbytes: int) -> dict[str, Any] | None:
+        tried.append(nbytes)
+        return None if nbytes < 8.75 * GIB else row("limit", 10.0 + len(tried), nbytes / GIB)
+
+    found, there = least_card(row_on, row("limit", 10.0, 8.5, reserved_bytes=10 * GIB))
+    assert found == 8.75 * GIB and there["peak_bytes"] == found and 1 < len(tried) < 5
+    roomy = row("limit", 10.0, 8.5, reserved_bytes=10 * GIB)
+    assert least_card(lambda nbytes: None, roomy) == (10 * GIB, roomy)  # that much it had
+
+
+def test_table_of_cards_counts_retries_after_the_warm_up_by_the_step() -> None:
+    there = row("limit", 12.0, 8.5, retries=[5] + [0] * (WARM_UP - 1) + [1, 2, 3])
+    least = {"name": "limit", "card_bytes": 9 * GIB, "row": there}
+    text = table_of_cards([least], [row("limit", 10.0, 8.5, limit=9 * GIB, reserved_bytes=10 * GIB)])
+    assert "| limit | 9.00 | 8.50 | 10.00 | 9.00 | 12.0 (11.0, 14.0) | 2.0 | 11 |" in text
