@@ -139,9 +139,9 @@ class _Steps:
         of_these = self._work, self.parcels(going, in_pieces=True), self._link
         return Foreseen(pace_of(*of_these), departures_of(*of_these, bounds.gates), bounds)
 
-    def gates(self, budget: DeviceBudget) -> tuple[tuple[Key, int], ...]:
-        """What must have left where memory is short."""
-        return gates_of(self._work, budget.excess())
+    def gates(self, budget: DeviceBudget, bounds: Bounds, *, holes: bool) -> tuple[tuple[Key, int], ...]:
+        """What must have left where memory is short, and before."""
+        return gates_of(self._work, self.levels(Choice(), bounds), budget.room(), holes=holes)
 
     @property
     def largest(self) -> int:
@@ -222,23 +222,27 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
         if took <= limit:
             stays = went, before.foreseen.bounds
 
-    def budget_with(bounds: Bounds) -> DeviceBudget:
+    def budget_with(bounds: Bounds, *, holes: bool = False) -> DeviceBudget:
         return DeviceBudget(
             limit,
             record,
             lambda choice: steps.levels(choice, bounds),
             seen,
             margin=steps.largest,  # where copies end a little sooner or later one more is under way
+            holes=holes,
         )
 
-    gated = dataclasses.replace(most, gates=steps.gates(budget_with(most)))
-    fewer = (dataclasses.replace(most, out=share * most.out, back=share * most.back) for share in _FEWER)
-    ways = (gated, most, *(() if steps.bounds_are_given or not everything else fewer))
-    for bounds in dict.fromkeys(ways):  # gates are none where memory is short in backwards alone
-        choices = budget_with(bounds).choices(_orders(steps.slots, _KINDS))
-        found += [(choice, bounds) for choice in choices]
-        if any(not steps.forecast(choice, bounds, in_pieces=True).waiting_ms for choice in choices):
-            break  # with fewer in flight nothing is quicker
+    fewer = [dataclasses.replace(most, out=share * most.out, back=share * most.back) for share in _FEWER]
+    for holes in (True, False):  # where what leaves late must not count as gone; or, if that is too much, may
+        gated = dataclasses.replace(most, gates=steps.gates(budget_with(most), most, holes=holes))
+        ways = (gated, most, *(() if steps.bounds_are_given or not everything else fewer))
+        for bounds in dict.fromkeys(ways):  # gates are none where memory is short in backwards alone
+            choices = budget_with(bounds, holes=holes).choices(_orders(steps.slots, _KINDS))
+            found += [(choice, bounds) for choice in choices]
+            if any(not steps.forecast(choice, bounds, in_pieces=True).waiting_ms for choice in choices):
+                break  # with fewer in flight nothing is quicker
+        if found:
+            break
     least = budget_with(bounds)
     if not found and before is None and min(took, least.peak(everything).nbytes) > limit:
         raise least.too_small(everything, in_flight_is_given=steps.bounds_are_given)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from te_offload.errors import BudgetError
@@ -35,25 +36,40 @@ def as_they_go(sizes: Iterable[int]) -> list[int]:
     return [*groups, small] if small else groups
 
 
-def gates_of(work: Sequence[Work], excess: Mapping[tuple[Key, Phase], int]) -> tuple[tuple[Key, int], ...]:
-    """What must have left by the end of each forward, for what comes next: where that is more than at the one before.
+def gates_of(
+    work: Sequence[Work], held: Levels, room: Mapping[tuple[Key, Phase], int], *, holes: bool
+) -> tuple[tuple[Key, int], ...]:
+    """What must have left by the end of each forward, for whatever comes before a backward: where that is more than at the
+    one before.
 
     Args:
-        work: of the step. excess: bytes that are too many in phases, if nothing goes.
+        work: of the step. held: in phases, if nothing goes. room: for that. holes: whether what leaves later than before
+            the next forward saves its own leaves a hole, as `DeviceBudget` has it.
 
     Returns:
         as `Bounds.gates`.
     """
+    pairs = list(itertools.pairwise(work))
+    phases = [
+        ((item.key, Phase.AFTER), (following.key, Phase.BACKWARD if following.backward else Phase.FORWARD))
+        for item, following in pairs
+    ]
+    rooms: list[float] = []  # from each work to the next backward
+    for (item, _), here in zip(reversed(pairs), reversed(phases), strict=True):
+        later = math.inf if item.backward or not rooms else rooms[-1]
+        rooms.append(math.inf if item.backward else min([later, *(room[phase] for phase in here if phase in room)]))
+    rooms.reverse()
     found = []
-    most = 0
-    for item, following in itertools.pairwise(work):
+    most = 0.0
+    for number, ((item, following), here) in enumerate(zip(pairs, phases, strict=True)):
         if item.backward:
-            most = 0
+            most = 0.0
             continue
-        begins = Phase.BACKWARD if following.backward else Phase.FORWARD
-        needed = max(excess.get(phase, 0) for phase in ((item.key, Phase.AFTER), (following.key, begins)))
+        needed = max(held.get(phase, 0) for phase in here) - rooms[number]
+        if holes and not following.backward and number + 1 < len(pairs):
+            needed = max(needed, held.get((following.key, Phase.AFTER), 0) - rooms[number + 1])
         if needed > most:
-            found.append((item.key, needed))
+            found.append((item.key, int(needed)))
             most = needed
     return tuple(found)
 
@@ -69,6 +85,10 @@ class DeviceBudget:
         limit: bytes. record: of a step, with its device's peaks. levels_of: what one with some choice is foreseen to hold.
         seen: what that step was foreseen to hold; ``None``: what its record says.
         margin: bytes below the limit that a choice must be foreseen to leave, if anything goes.
+        holes: whether what has left since the last backward leaves a hole where it was, in which nothing lies that comes
+            between forwards, or after the last one: a loss, say, allocates larger blocks. Torch's allocator gives the
+            device such holes if it must, but then cuts what the next step's forwards save from the largest blocks that are
+            free, those of the loss, and cannot give back these.
     """
 
     def __init__(
@@ -78,13 +98,22 @@ class DeviceBudget:
         levels_of: Callable[[Choice], Levels],
         seen: Levels | None = None,
         margin: int = 0,
+        *,
+        holes: bool = False,
     ) -> None:
         self._limit = limit
+        self._holes = holes
         self._record = record
         self._margin = margin
         self._levels_of = levels_of
         # Torch's peak less saved tensors is what the phase itself takes, and all that is there anyhow.
         held = [peak.held if seen is None else seen.get((_key(peak), peak.phase), 0) for peak in record.device_peaks]
+        nothing = levels_of(Choice()) if holes else {}
+        self._saves = {
+            key: nbytes - nothing[key, Phase.FORWARD]
+            for (key, phase), nbytes in nothing.items()
+            if phase is Phase.AFTER
+        }
         self._others = [(peak, peak.nbytes - had) for peak, had in zip(record.device_peaks, held, strict=True)]
 
     def peak(self, choice: Choice) -> DevicePeak:
@@ -93,16 +122,20 @@ class DeviceBudget:
 
     def _peaks(self, choice: Choice) -> list[DevicePeak]:
         levels = self._levels_of(choice)
-        return [
-            dataclasses.replace(peak, nbytes=others + held, held=held)
-            for peak, others in self._others
-            for held in (levels.get((_key(peak), peak.phase), 0),)
-        ]
+        most = 0  # since the last backward
+        found = []
+        for peak, others in self._others:
+            held = levels.get((_key(peak), peak.phase), 0)
+            if self._holes and peak.phase is Phase.AFTER:
+                held = most = max(held, most, levels.get((_key(peak), Phase.FORWARD), 0) + self._saves[_key(peak)])
+            elif peak.phase is Phase.BACKWARD:
+                most = 0
+            found.append(dataclasses.replace(peak, nbytes=others + held, held=held))
+        return found
 
-    def excess(self) -> dict[tuple[Key, Phase], int]:
-        """By how many bytes each phase would pass the limit less the margin if nothing went, where it would."""
-        most = self._limit - self._margin
-        return {(_key(peak), peak.phase): peak.nbytes - most for peak in self._peaks(Choice()) if peak.nbytes > most}
+    def room(self) -> dict[tuple[Key, Phase], int]:
+        """Bytes of saved tensors that each phase may hold within the limit less the margin."""
+        return {(_key(peak), peak.phase): self._limit - self._margin - others for peak, others in self._others}
 
     def choices(self, orders: Iterable[Sequence[tuple[str, int]]]) -> list[Choice]:
         """Of each order the fewest slots that must go, if all suffice."""

@@ -148,10 +148,13 @@ class Engine:
             self.pool.reserve(self._reserve)
             self._reserve = 0
         self._adapt()
-        if self.rules.plan is not self._timed_plan:
-            if self.rules.plan and not self.rules.plan.sends_as(self._timed_plan):
+        plan = self.rules.plan
+        if plan is not self._timed_plan:
+            if plan is not None and not plan.sends_as(self._timed_plan):
                 give_back_unused(self.device)
             self._forget_times()
+        elif plan is None and self.watermarks is not None and self.warm_steps == 1:
+            give_back_unused(self.device)  # what the first step let go of after the loss had begun
         transfer = self.mover.transfer
         transfer.timed = self.times_next or self.steps < self._timed_until or self.steps % TIMED_EVERY == 0
         self.times_next = False
@@ -358,7 +361,8 @@ class Engine:
             if departures is not None:
                 self.mover.departures = departures.no_earlier_than(self._last_departures)
                 self._last_departures = departures
-        bounds = bounds_for(records[-1]) if self.adapts and not records[-1].raised else None
+        adapts = self.adapts and self.watermarks is None  # where memory is limited a plan says how many
+        bounds = bounds_for(records[-1]) if adapts and not records[-1].raised else None
         if bounds is not None:
             self.mover.max_in_flight, self.returns.max_ahead = int(bounds.out), int(bounds.back)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -94,21 +95,71 @@ def test_what_is_predicted_for_the_choice_that_was_seen_is_what_was_seen() -> No
     assert budget.peak(frozenset(sizes)).nbytes < step.device_peak.nbytes < budget.peak(frozenset()).nbytes
 
 
+def of_order(order: str) -> list[Work]:
+    """Forwards, and backwards in capitals."""
+    return [Work((layer.lower(), 0), layer.isupper(), 1.0) for layer in order]
+
+
+def held_in(work: Sequence[Work], nbytes: int) -> Levels:
+    """In steps in which every forward saves so many bytes that stay."""
+    return follow(work, {item.key: [Parcel(nbytes, False)] for item in work}, LINK, BOUNDS)[1]
+
+
 def test_gates_are_where_more_must_have_left_than_before_since_a_backward() -> None:
-    order = (("a", False), ("b", False), ("c", False), ("c", True), ("d", False), ("d", True), ("b", True))
-    work = [Work((layer, 0), backward, 1.0) for layer, backward in order]
-    excess = {
-        (("a", 0), Phase.FORWARD): 90,  # before that nothing can have left
-        (("b", 0), Phase.FORWARD): 10,
-        (("b", 0), Phase.AFTER): 10,
-        (("c", 0), Phase.FORWARD): 5,
-        (("c", 0), Phase.AFTER): 20,
-        (("c", 0), Phase.BACKWARD): 30,
+    work = of_order("abcCdDB")
+    held = held_in(work, 100)  # 100, 200, 300; 300 as d ends
+    room = {
+        (("a", 0), Phase.FORWARD): -90,  # before that nothing can have left
+        (("a", 0), Phase.AFTER): 90,
+        (("b", 0), Phase.AFTER): 190,
+        (("c", 0), Phase.BACKWARD): 270,
         (("b", 0), Phase.BACKWARD): 70,  # after other backwards
-        (("d", 0), Phase.AFTER): 15,
+        (("d", 0), Phase.AFTER): 285,
     }
-    assert gates_of(work, excess) == ((("a", 0), 10), (("c", 0), 30), (("d", 0), 15))
-    assert gates_of(work, {}) == ()
+    assert gates_of(work, held, room, holes=False) == ((("a", 0), 10), (("c", 0), 30), (("d", 0), 15))
+    assert gates_of(work, held, {}, holes=True) == gates_of(work, held, {}, holes=False) == ()
+
+
+def test_gates_come_before_memory_is_short_so_that_no_more_is_there_before_than_then() -> None:
+    work = of_order("abcdDCBA")
+    held = held_in(work, 100)
+    loss = {(("d", 0), Phase.AFTER): 250}
+    assert gates_of(work, held, loss, holes=False) == ((("c", 0), 50), (("d", 0), 150))
+    sooner = gates_of(work, held, loss, holes=True)  # one forward earlier, which finds room for what it saves
+    assert sooner == ((("b", 0), 50), (("c", 0), 150))
+
+
+def test_what_leaves_shortly_before_a_loss_leaves_a_hole_that_counts() -> None:
+    step = with_peaks(record(layers=8, forward=20.0, backward=100.0), layer7_AFTER=900)
+    slots = frozenset((row.name, row.forward) for row in step.slots)
+
+    def levels_of(choice: Choice) -> Levels:
+        parcels: dict[Key, list[Parcel]] = {}
+        for row in step.slots:
+            parcels.setdefault((row.layer, 0), []).append(Parcel(row.nbytes, (row.name, 0) in choice))
+        return follow(work_of(step), parcels, LINK, BOUNDS)[1]
+
+    plain, holes = (DeviceBudget(0, step, levels_of, holes=counts) for counts in (False, True))
+    saved = EACH * MIB
+    last = levels_of(slots)[("layer7", 0), Phase.FORWARD]
+    there = levels_of(slots)[("layer7", 0), Phase.AFTER]
+    assert last + saved > there > 0  # something leaves as the last forward ends
+    assert holes.peak(slots).nbytes - plain.peak(slots).nbytes == last + saved - there
+    assert holes.peak(Choice()) == plain.peak(Choice())  # nothing leaves
+    backward = with_peaks(record(layers=8), layer0_BACKWARD=900)  # where what was large is free
+    plain, holes = (DeviceBudget(0, backward, levels_of, holes=counts) for counts in (False, True))
+    assert holes.peak(slots) == plain.peak(slots)
+
+
+def test_holes_are_of_what_has_left_since_the_last_backward() -> None:
+    a, b = ("a", 0), ("b", 0)
+    phases = [(*a, Phase.FORWARD), (*a, Phase.AFTER), (*b, Phase.BACKWARD), (*b, Phase.FORWARD), (*b, Phase.AFTER)]
+    step = dataclasses.replace(record(), device_peaks=tuple(DevicePeak(*phase, 100 * MIB, 0) for phase in phases))
+    stays = {(a, Phase.FORWARD): 30, (a, Phase.AFTER): 40, (b, Phase.FORWARD): 5, (b, Phase.AFTER): 15}
+    goes = stays | {(a, Phase.AFTER): 5, (b, Phase.AFTER): 5}
+    budget = DeviceBudget(0, step, lambda choice: goes if choice else stays, {}, holes=True)
+    found = budget._peaks(Choice([("a", 0)]))
+    assert [peak.held for peak in found] == [30, 40, 0, 5, 15]
 
 
 def test_peak_that_is_no_layer_s_own_counts_with_the_slots_that_are_there_then() -> None:
