@@ -11,14 +11,14 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from te_offload.errors import BudgetError
 from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go, gates_of
 from te_offload.offload.forecast import fewest_in_flight, work_of
 from te_offload.offload.plan import Plan, PlannedSlot
 from te_offload.offload.policy import Policy
-from te_offload.offload.record import SlotRecord, StepRecord
+from te_offload.offload.record import DevicePeak, Phase, SlotRecord, StepRecord
 from te_offload.offload.timeline import (
     Bounds,
     Forecast,
@@ -143,6 +143,19 @@ class _Steps:
         """What must have left where memory is short, and before."""
         return gates_of(self._work, self.levels(Choice(), bounds), budget.room(), holes=holes)
 
+    def there_at(self, peak: DevicePeak) -> frozenset[tuple[str, int]]:
+        """The slots that are on the device in a phase if nothing goes."""
+        there: set[Key] = set()
+        reached = (peak.layer, peak.forward), peak.phase is Phase.BACKWARD
+        for item in self._work:
+            if not item.backward:
+                there.add(item.key)
+            if (item.key, item.backward) == reached:
+                break
+            if item.backward:
+                there.discard(item.key)
+        return frozenset(key for key in self.slots if (self._layers[key], key[1]) in there)
+
     @property
     def largest(self) -> int:
         """Bytes of what goes as one, at most."""
@@ -222,13 +235,17 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
         if took <= limit:
             stays = went, before.foreseen.bounds
 
+    there = steps.there_at(DeviceBudget(limit, record, lambda choice: steps.levels(choice, most), seen).peak(Choice()))
+    # Where copies end a little sooner or later one more is under way, of each micro-batch that is there.
+    margin = steps.largest * max(1, len({forward for _, forward in there}))
+
     def budget_with(bounds: Bounds, *, holes: bool = False) -> DeviceBudget:
         return DeviceBudget(
             limit,
             record,
             lambda choice: steps.levels(choice, bounds),
             seen,
-            margin=steps.largest,  # where copies end a little sooner or later one more is under way
+            margin=margin,
             holes=holes,
         )
 
@@ -237,7 +254,7 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
         gated = dataclasses.replace(most, gates=steps.gates(budget_with(most), most, holes=holes))
         ways = (gated, most, *(() if steps.bounds_are_given or not everything else fewer))
         for bounds in dict.fromkeys(ways):  # gates are none where memory is short in backwards alone
-            choices = budget_with(bounds, holes=holes).choices(_orders(steps.slots, _KINDS))
+            choices = budget_with(bounds, holes=holes).choices(_orders(steps.slots, _KINDS, there))
             found += [(choice, bounds) for choice in choices]
             if any(not steps.forecast(choice, bounds, in_pieces=True).waiting_ms for choice in choices):
                 break  # with fewer in flight nothing is quicker
@@ -279,11 +296,15 @@ def _choices(policy: Policy, record: StepRecord, slots: Mapping[tuple[str, int],
     return choices
 
 
-def _orders(slots: Mapping[tuple[str, int], int], most: int | None = None) -> list[list[tuple[str, int]]]:
+def _orders(
+    slots: Mapping[tuple[str, int], int], most: int | None = None, there: Container[tuple[str, int]] = ()
+) -> list[list[tuple[str, int]]]:
     """That in which slots are saved, and for each kind of slot all layers' of it first, then the others.
 
     Args:
         most: kinds, those of the most bytes; ``None``: all.
+        there: slots to begin with, in orders beside these, where a step has others too; and all micro-batches of each slot
+            one after the other.
     """
     kinds: dict[str, int] = {}
     for (name, _), nbytes in slots.items():
@@ -294,7 +315,11 @@ def _orders(slots: Mapping[tuple[str, int], int], most: int | None = None) -> li
     orders = [list(slots)]
     for first in kinds:
         orders.append(sorted(slots, key=lambda key, first=first: key[0].split("/", 1)[1] != first))  # type: ignore[misc]
-    return orders
+    if there:
+        orders += [sorted(order, key=lambda key: key not in there) for order in orders]
+        names = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in slots))}
+        orders.append(sorted(slots, key=lambda key: names[key[0]]))
+    return [list(order) for order in dict.fromkeys(map(tuple, orders))]
 
 
 def _within_budget(budget: int, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> Choice:

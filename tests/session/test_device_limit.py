@@ -27,19 +27,22 @@ WEIGHTS = 50_000  # bytes that are there anyhow
 SLOTS = (3000, 2000)
 LAYERS = 8
 EACH = sum(SLOTS)
+LAST = (
+    1 + 2 * LAYERS
+)  # the window after the last forward: there is one before the first, and each forward is followed by one
 
 
 class Allocator:
     """Counts a session's saved tensors, and what else there is.
 
     Attributes:
-        others: bytes. loss: what that takes after the last forward. session: whose. gave_back: the steps as which began the
-            device got what nobody used.
+        others: bytes. losses: how many more there are in a window of a step, by its number. session: whose. gave_back: the
+            steps as which began the device got what nobody used.
     """
 
     def __init__(self) -> None:
         self.others = WEIGHTS
-        self.loss = 0
+        self.losses: dict[int, int] = {}
         self.gave_back: list[int] = []
         self.session: OffloadSession | None = None
         self._before: list[tuple[str, int]] = []
@@ -52,8 +55,8 @@ class Allocator:
             self._before, self._seen, self._reads = moments, 0, 0
         found = max(nbytes for _, nbytes in moments[max(0, self._seen - 1) :])  # the last one lasts
         self._seen = len(moments)
-        self._reads += 1  # as the step begins and before its first forward, then two a forward
-        return self.others + found + (self.loss if self._reads == 2 + 2 * LAYERS else 0)
+        self._reads += 1  # as the step begins, and as each window ends
+        return self.others + found + self.losses.get(self._reads - 1, 0)
 
     def give_back(self) -> None:
         assert self.session is not None and self.session._engine is not None
@@ -149,9 +152,9 @@ def test_before_a_loss_no_more_is_saved_than_in_it(
 ) -> None:
     """Else what leaves in between leaves holes, in which nothing of a loss lies."""
     device.lockstep = lockstep
-    allocator.loss = 200_000
+    allocator.losses[LAST] = loss = 200_000
     training = Training(device, LAYERS, (6000, 4000), 5.0, 10.0, loss_ms=20.0)
-    allocator.session = training.session(device_limit=WEIGHTS + allocator.loss + room)
+    allocator.session = training.session(device_limit=WEIGHTS + loss + room)
     with allocator.session as session:
         looked_at = 0
         for step in range(TIMED_EVERY):
@@ -163,9 +166,26 @@ def test_before_a_loss_no_more_is_saved_than_in_it(
             looked_at += 1
             before = record.device_peaks[: record.device_peaks.index(in_loss)]
             assert in_loss.phase is Phase.AFTER and in_loss.layer == f"layer{LAYERS - 1}"
-            assert max(peak.nbytes for peak in before) <= in_loss.nbytes - allocator.loss <= WEIGHTS + room
+            assert max(peak.nbytes for peak in before) <= in_loss.nbytes - loss <= WEIGHTS + room
         assert session.plan is not None and 0 < session.plan.bytes_going == record.bytes_out < LAYERS * 10_000
         assert looked_at >= 4
+
+
+@pytest.mark.parametrize("short_in", [0, 1])
+def test_of_two_micro_batches_that_one_sends_in_which_memory_is_short(
+    short_in: int, allocator: Allocator, device: SimulatedDevice
+) -> None:
+    device.lockstep = False
+    allocator.losses[LAST + short_in * 3 * LAYERS] = loss = 200_000
+    training = Training(device, LAYERS, (6000, 4000), 5.0, 10.0, loss_ms=20.0)
+    allocator.session = training.session(device_limit=WEIGHTS + loss + 50_000)
+    with allocator.session as session:
+        for _ in range(TIMED_EVERY):
+            training.step(session, (("F", 0), ("B", 0), ("F", 1), ("B", 1)))
+        assert session.plan is not None and session.timed_record is not None
+        assert {slot.forward for slot in session.plan.slots if slot.goes} == {short_in}
+        peak = session.timed_record.device_peak
+        assert peak is not None and peak.nbytes <= WEIGHTS + loss + 50_000 and session.timed_record.bytes_out > 0
 
 
 @pytest.mark.parametrize("room", [40_000, 60_000])

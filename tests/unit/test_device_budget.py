@@ -11,7 +11,7 @@ import torch
 
 from te_offload import DevicePeak, Fate, Phase, Plan, Reason, SlotName, StepRecord
 from te_offload.errors import ArgumentError, BudgetError, PlanError
-from te_offload.offload.choice import make_plan
+from te_offload.offload.choice import _orders, make_plan
 from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go, gates_of
 from te_offload.offload.device_memory import Watermarks, give_back_unused
 from te_offload.offload.forecast import parcels_of, work_of
@@ -149,6 +149,20 @@ def test_what_leaves_shortly_before_a_loss_leaves_a_hole_that_counts() -> None:
     backward = with_peaks(record(layers=8), layer0_BACKWARD=900)  # where what was large is free
     plain, holes = (DeviceBudget(0, backward, levels_of, holes=counts) for counts in (False, True))
     assert holes.peak(slots) == plain.peak(slots)
+
+
+def test_orders_of_micro_batches_begin_with_those_that_are_there_or_take_all_of_each_slot() -> None:
+    slots = {(f"layer{layer}/0.{kind}", batch): 1 for batch in (0, 1) for layer in (0, 1) for kind in ("x", "y")}
+    saved, x_first, y_first, *others = _orders(slots, None, {key for key in slots if key[1] == 1})
+    assert saved == list(slots) and len(others) == 4
+    second = [key for key in saved if key[1] == 1]
+    assert [order[:4] for order in others[:3]] == [
+        second,
+        *[[key for key in one if key[1]] for one in (x_first, y_first)],
+    ]
+    assert [key[1] for key in others[3]] == [0, 1] * 4
+    assert _orders(slots, None, slots)[:3] == [saved, x_first, y_first]  # all are there
+    assert _orders(slots) == [saved, x_first, y_first]
 
 
 def test_holes_are_of_what_has_left_since_the_last_backward() -> None:
