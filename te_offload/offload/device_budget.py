@@ -127,7 +127,8 @@ class DeviceBudget:
         for peak, others in self._others:
             held = levels.get((_key(peak), peak.phase), 0)
             if self._holes and peak.phase is Phase.AFTER:
-                held = most = max(held, most, levels.get((_key(peak), Phase.FORWARD), 0) + self._saves[_key(peak)])
+                saves = self._saves.get(_key(peak), 0)
+                held = most = max(held, most, levels.get((_key(peak), Phase.FORWARD), 0) + saves)
             elif peak.phase is Phase.BACKWARD:
                 most = 0
             found.append(dataclasses.replace(peak, nbytes=others + held, held=held))

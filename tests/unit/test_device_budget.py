@@ -168,12 +168,13 @@ def test_orders_of_micro_batches_begin_with_those_that_are_there_or_take_all_of_
 def test_holes_are_of_what_has_left_since_the_last_backward() -> None:
     a, b = ("a", 0), ("b", 0)
     phases = [(*a, Phase.FORWARD), (*a, Phase.AFTER), (*b, Phase.BACKWARD), (*b, Phase.FORWARD), (*b, Phase.AFTER)]
+    phases.append(("not looked at", 0, Phase.AFTER))
     step = dataclasses.replace(record(), device_peaks=tuple(DevicePeak(*phase, 100 * MIB, 0) for phase in phases))
     stays = {(a, Phase.FORWARD): 30, (a, Phase.AFTER): 40, (b, Phase.FORWARD): 5, (b, Phase.AFTER): 15}
     goes = stays | {(a, Phase.AFTER): 5, (b, Phase.AFTER): 5}
     budget = DeviceBudget(0, step, lambda choice: goes if choice else stays, {}, holes=True)
     found = budget._peaks(Choice([("a", 0)]))
-    assert [peak.held for peak in found] == [30, 40, 0, 5, 15]
+    assert [peak.held for peak in found] == [30, 40, 0, 5, 15, 15]
 
 
 def test_peak_that_is_no_layer_s_own_counts_with_the_slots_that_are_there_then() -> None:
