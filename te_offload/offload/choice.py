@@ -141,7 +141,8 @@ class _Steps:
 
     def gates(self, budget: DeviceBudget, bounds: Bounds, *, holes: bool) -> tuple[tuple[Key, int], ...]:
         """What must have left where memory is short, and before."""
-        return gates_of(self._work, self.levels(Choice(), bounds), budget.room(), holes=holes)
+        handed_on = budget.handed_on if holes else None
+        return gates_of(self._work, self.levels(Choice(), bounds), budget.room(), handed_on)
 
     def there_at(self, peak: DevicePeak) -> frozenset[tuple[str, int]]:
         """The slots that are on the device in a phase if nothing goes."""

@@ -37,14 +37,18 @@ def as_they_go(sizes: Iterable[int]) -> list[int]:
 
 
 def gates_of(
-    work: Sequence[Work], held: Levels, room: Mapping[tuple[Key, Phase], int], *, holes: bool
+    work: Sequence[Work],
+    held: Levels,
+    room: Mapping[tuple[Key, Phase], int],
+    handed_on: Mapping[Key, int] | None = None,
 ) -> tuple[tuple[Key, int], ...]:
     """What must have left by the end of each forward, for whatever comes before a backward: where that is more than at the
     one before.
 
     Args:
-        work: of the step. held: in phases, if nothing goes. room: for that. holes: whether what leaves later than before
-            the next forward saves its own leaves a hole, as `DeviceBudget` has it.
+        work: of the step. held: in phases, if nothing goes. room: for that.
+        handed_on: where what leaves later than before the next forward saves its own leaves a hole, as `DeviceBudget` has
+            it, the bytes that forwards hand on to the next one; ``None``: there are no holes.
 
     Returns:
         as `Bounds.gates`.
@@ -66,8 +70,9 @@ def gates_of(
             most = 0.0
             continue
         needed = max(held.get(phase, 0) for phase in here) - rooms[number]
-        if holes and not following.backward and number + 1 < len(pairs):
-            needed = max(needed, held.get((following.key, Phase.AFTER), 0) - rooms[number + 1])
+        if handed_on is not None and not following.backward and number + 1 < len(pairs):
+            ends = held.get((following.key, Phase.AFTER), 0) + handed_on.get(following.key, 0)
+            needed = max(needed, ends - rooms[number + 1])
         if needed > most:
             found.append((item.key, int(needed)))
             most = needed
@@ -89,6 +94,9 @@ class DeviceBudget:
             between forwards, or after the last one: a loss, say, allocates larger blocks. Torch's allocator gives the
             device such holes if it must, but then cuts what the next step's forwards save from the largest blocks that are
             free, those of the loss, and cannot give back these.
+
+    Attributes:
+        handed_on: what is there between one forward and the next, and not anyhow: the latter saves it, or uses it.
     """
 
     def __init__(
@@ -115,6 +123,12 @@ class DeviceBudget:
             if phase is Phase.AFTER
         }
         self._others = [(peak, peak.nbytes - had) for peak, had in zip(record.device_peaks, held, strict=True)]
+        anyhow = self._others[0][1] if self._others else 0
+        self.handed_on = {
+            _key(peak): max(0, others - anyhow)
+            for (peak, others), (following, _) in itertools.pairwise(self._others)
+            if peak.phase is Phase.AFTER and following.phase is Phase.FORWARD
+        }
 
     def peak(self, choice: Choice) -> DevicePeak:
         """The largest, with some slots going."""
@@ -125,10 +139,11 @@ class DeviceBudget:
         most = 0  # since the last backward
         found = []
         for peak, others in self._others:
-            held = levels.get((_key(peak), peak.phase), 0)
+            held, key = levels.get((_key(peak), peak.phase), 0), _key(peak)
             if self._holes and peak.phase is Phase.AFTER:
-                saves = self._saves.get(_key(peak), 0)
-                held = most = max(held, most, levels.get((_key(peak), Phase.FORWARD), 0) + saves)
+                ends = levels.get((key, Phase.FORWARD), 0) + self._saves.get(key, 0)
+                held = max(held, most, ends)
+                most = max(held, ends + self.handed_on.get(key, 0))
             elif peak.phase is Phase.BACKWARD:
                 most = 0
             found.append(dataclasses.replace(peak, nbytes=others + held, held=held))

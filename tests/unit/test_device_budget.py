@@ -116,17 +116,18 @@ def test_gates_are_where_more_must_have_left_than_before_since_a_backward() -> N
         (("b", 0), Phase.BACKWARD): 70,  # after other backwards
         (("d", 0), Phase.AFTER): 285,
     }
-    assert gates_of(work, held, room, holes=False) == ((("a", 0), 10), (("c", 0), 30), (("d", 0), 15))
-    assert gates_of(work, held, {}, holes=True) == gates_of(work, held, {}, holes=False) == ()
+    assert gates_of(work, held, room) == ((("a", 0), 10), (("c", 0), 30), (("d", 0), 15))
+    assert gates_of(work, held, {}, {}) == gates_of(work, held, {}) == ()
 
 
 def test_gates_come_before_memory_is_short_so_that_no_more_is_there_before_than_then() -> None:
     work = of_order("abcdDCBA")
     held = held_in(work, 100)
     loss = {(("d", 0), Phase.AFTER): 250}
-    assert gates_of(work, held, loss, holes=False) == ((("c", 0), 50), (("d", 0), 150))
-    sooner = gates_of(work, held, loss, holes=True)  # one forward earlier, which finds room for what it saves
+    assert gates_of(work, held, loss) == ((("c", 0), 50), (("d", 0), 150))
+    sooner = gates_of(work, held, loss, {})  # one forward earlier, which finds room for what it saves
     assert sooner == ((("b", 0), 50), (("c", 0), 150))
+    assert gates_of(work, held, loss, {("c", 0): 7}) == ((("b", 0), 57), (("c", 0), 150))  # and hands on to d
 
 
 def test_what_leaves_shortly_before_a_loss_leaves_a_hole_that_counts() -> None:
@@ -144,7 +145,8 @@ def test_what_leaves_shortly_before_a_loss_leaves_a_hole_that_counts() -> None:
     last = levels_of(slots)[("layer7", 0), Phase.FORWARD]
     there = levels_of(slots)[("layer7", 0), Phase.AFTER]
     assert last + saved > there > 0  # something leaves as the last forward ends
-    assert holes.peak(slots).nbytes - plain.peak(slots).nbytes == last + saved - there
+    handed_on = OWN[Phase.AFTER] * MIB  # by the forward before, beside as much
+    assert holes.peak(slots).nbytes - plain.peak(slots).nbytes == last + saved + handed_on - there
     assert holes.peak(Choice()) == plain.peak(Choice())  # nothing leaves
     backward = with_peaks(record(layers=8), layer0_BACKWARD=900)  # where what was large is free
     plain, holes = (DeviceBudget(0, backward, levels_of, holes=counts) for counts in (False, True))
@@ -165,6 +167,18 @@ def test_orders_of_micro_batches_begin_with_those_that_are_there_or_take_all_of_
     assert _orders(slots) == [saved, x_first, y_first]
 
 
+def test_what_a_forward_hands_on_is_there_with_all_that_it_has_saved_itself() -> None:
+    a, b = ("a", 0), ("b", 0)
+    sizes = [(("", 0), Phase.BEFORE, 100), (a, Phase.FORWARD, 150), (a, Phase.AFTER, 147), (b, Phase.FORWARD, 190)]
+    sizes += [(b, Phase.AFTER, 900), (b, Phase.BACKWARD, 500)]
+    peaks = tuple(DevicePeak(*key, phase, nbytes, 0) for key, phase, nbytes in sizes)
+    levels = {(a, Phase.FORWARD): 0, (a, Phase.AFTER): 40, (b, Phase.FORWARD): 10, (b, Phase.AFTER): 41}
+    step = dataclasses.replace(record(), device_peaks=peaks)
+    budget = DeviceBudget(0, step, lambda _: levels, {}, holes=True)
+    assert budget.handed_on == {a: 47}  # beside the 100 that are there anyhow
+    assert [peak.held for peak in budget._peaks(Choice())] == [0, 0, 40, 10, 40 + 47, 0]
+
+
 def test_holes_are_of_what_has_left_since_the_last_backward() -> None:
     a, b = ("a", 0), ("b", 0)
     phases = [(*a, Phase.FORWARD), (*a, Phase.AFTER), (*b, Phase.BACKWARD), (*b, Phase.FORWARD), (*b, Phase.AFTER)]
@@ -173,6 +187,7 @@ def test_holes_are_of_what_has_left_since_the_last_backward() -> None:
     stays = {(a, Phase.FORWARD): 30, (a, Phase.AFTER): 40, (b, Phase.FORWARD): 5, (b, Phase.AFTER): 15}
     goes = stays | {(a, Phase.AFTER): 5, (b, Phase.AFTER): 5}
     budget = DeviceBudget(0, step, lambda choice: goes if choice else stays, {}, holes=True)
+    assert budget.handed_on == {}  # nothing is between two forwards
     found = budget._peaks(Choice([("a", 0)]))
     assert [peak.held for peak in found] == [30, 40, 0, 5, 15, 15]
 
