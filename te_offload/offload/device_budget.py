@@ -124,10 +124,14 @@ class DeviceBudget:
         }
         self._others = [(peak, peak.nbytes - had) for peak, had in zip(record.device_peaks, held, strict=True)]
         anyhow = self._others[0][1] if self._others else 0
+        least: dict[str, int] = {}  # of a layer's forwards: gradients of micro-batches before are handed on by none
+        for (peak, others), (following, _) in itertools.pairwise(self._others):
+            if peak.phase is Phase.AFTER and following.phase is Phase.FORWARD:
+                least[peak.layer] = max(0, min(others - anyhow, least.get(peak.layer, others)))
         self.handed_on = {
-            _key(peak): max(0, others - anyhow)
-            for (peak, others), (following, _) in itertools.pairwise(self._others)
-            if peak.phase is Phase.AFTER and following.phase is Phase.FORWARD
+            _key(peak): least.get(peak.layer, 0) if following.phase is Phase.FORWARD else 0
+            for (peak, _), (following, _) in itertools.pairwise(self._others)
+            if peak.phase is Phase.AFTER
         }
 
     def peak(self, choice: Choice) -> DevicePeak:
