@@ -26,10 +26,6 @@ ROOT = Path(__file__).parent.parent
 hypothesis.settings.register_profile("te_offload", deadline=None)  # no test is about time
 hypothesis.settings.load_profile("te_offload")
 
-# Tests leave half of the cores to what runs beside them: compiles of kernels, or processes of their own.
-torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
-os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--level", type=int, choices=(0, 1), default=0, help="0: runs anywhere in minutes; 1: everything")
