@@ -44,6 +44,13 @@ def test_a_layer_asks_for_its_split_sizes_before_it_runs_if_told_to(
     assert asks is None or asks in shape.title
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_split_sizes_are_all_tokens_and_in_fp8_multiples_of_16(fp8: bool) -> None:
+    splits = stack.split_sizes(Shape(8, 6, 4096, 14336, 16384, fp8=fp8))
+    assert int(splits.sum()) == 16384
+    assert bool((splits % 16 == 0).all()) is fp8
+
+
 def test_cost_of_looking_weighs_timed_steps_as_they_occur_in_a_long_run() -> None:
     share = 1 / TIMED_EVERY
     cost = offload.cost_of_looking([10.0, 10.0, 10.0], [12.0, 11.0, 11.0], [True, False, False])
