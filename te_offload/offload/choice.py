@@ -134,10 +134,13 @@ class _Steps:
             parcels[key] = parcels.get(key, []) + kept + [Parcel(group, True) for group in groups]
         return follow(self._work, parcels, self._link, bounds)[1]
 
-    def foreseen(self, going: Choice, bounds: Bounds) -> Foreseen:
-        """How steps are to run that hold those levels."""
+    def foreseen(self, going: Choice, bounds: Bounds, spare: int, *, holes: bool) -> Foreseen:
+        """How steps are to run that hold those levels, with so many bytes left."""
         of_these = self._work, self.parcels(going, in_pieces=True), self._link
-        return Foreseen(pace_of(*of_these), departures_of(*of_these, bounds.gates), bounds)
+        pairs = itertools.pairwise(self._work)
+        lasts = frozenset(item.key for item, after in pairs if after.backward and not item.backward)
+        departures = departures_of(*of_these, bounds.gates)
+        return Foreseen(pace_of(*of_these), departures, bounds, lasts, max(0, spare), holes)
 
     def gates(self, budget: DeviceBudget, bounds: Bounds, *, holes: bool) -> tuple[tuple[Key, int], ...]:
         """What must have left where memory is short, and before."""
@@ -230,11 +233,12 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
     seen = None  # in the first steps copies have no pace yet
     found: list[tuple[Choice, Bounds]] = []
     stays: tuple[Choice, Bounds] | None = None
-    if before is not None and before.foreseen is not None:
+    ran = None if before is None else before.foreseen
+    if before is not None and ran is not None:
         went = frozenset(key for key in steps.slots if before.goes(*key))
-        seen = steps.levels(went, before.foreseen.bounds)  # what was foreseen for its own step tells how that errs
+        seen = steps.levels(went, ran.bounds)  # what was foreseen for its own step tells how that errs
         if took <= limit:
-            stays = went, before.foreseen.bounds
+            stays = went, ran.bounds
 
     there = steps.there_at(DeviceBudget(limit, record, lambda choice: steps.levels(choice, most), seen).peak(Choice()))
     # Where copies end a little sooner or later one more is under way, of each micro-batch that is there.
@@ -251,7 +255,9 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
         )
 
     fewer = [dataclasses.replace(most, out=share * most.out, back=share * most.back) for share in _FEWER]
-    for holes in (True, False):  # where what leaves late must not count as gone; or, if that is too much, may
+    has_room = stays is not None and ran is not None and ran.holes
+    # Where what leaves late must not count as gone; or may, if that is too much, also for a plan that there is.
+    for holes in (True,) if has_room else (True, False):
         gated = dataclasses.replace(most, gates=steps.gates(budget_with(most), most, holes=holes))
         ways = (gated, most, *(() if steps.bounds_are_given or not everything else fewer))
         for bounds in dict.fromkeys(ways):  # gates are none where memory is short in backwards alone
@@ -264,17 +270,19 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
     least = budget_with(bounds)
     if not found and before is None and min(took, least.peak(everything).nbytes) > limit:
         raise least.too_small(everything, in_flight_is_given=steps.bounds_are_given)
-    found = found or [(everything, bounds)]
+    found = found or [stays or (everything, bounds)]
     going, bounds = steps.fewest_bytes_of_the_quickest(found)
     forecast = steps.forecast(going, bounds, in_pieces=True)
     if stays is not None:
         as_before = steps.forecast(*stays, in_pieces=True)
         if as_before.step_ms <= _QUICKER * forecast.step_ms:
-            (going, bounds), forecast = stays, as_before
-    forecast = dataclasses.replace(forecast, device_bytes=budget_with(bounds).peak(going).nbytes)
+            (going, bounds), forecast, holes = stays, as_before, has_room
+    peak = budget_with(bounds).peak(going).nbytes
+    forecast = dataclasses.replace(forecast, device_bytes=peak)
     if policy.host_limit is not None:
         _fit_host(policy, list(steps.slots), steps.slots, going, lambda _: forecast)
-    return _plan_of(steps, going, forecast, steps.foreseen(going, bounds) if everything else None)
+    foreseen = steps.foreseen(going, bounds, limit - peak, holes=holes) if everything else None
+    return _plan_of(steps, going, forecast, foreseen)
 
 
 def _choices(policy: Policy, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> list[Choice]:

@@ -1,8 +1,9 @@
 """How much memory of the device torch's allocator had given out at the most, window by window of a step.
 
 In: the borders between windows, when the step passes them. Out: a `DevicePeak` for each window; what the allocator holds
-and nobody uses, given back. Keeps true: each peak is of its window alone. Does not: count what is not torch's, or what the
-allocator holds and nobody has asked for; leave torch's own peak statistics as they are, which begin anew at each border.
+and nobody uses, given back or filled. Keeps true: each peak is of its window alone. Does not: count what is not torch's, or
+what the allocator holds and nobody has asked for; leave torch's own peak statistics as they are, which begin anew at each
+border.
 """
 
 from __future__ import annotations
@@ -25,24 +26,28 @@ class Watermarks:
     def __init__(self, read: Callable[[], int]) -> None:
         self._read = read
         self._window: tuple[str, int, Phase] | None = None
-        self._held = 0
+        self._held = self._filled = 0
         self._peaks: list[DevicePeak] = []
 
     def begin(self) -> None:
         """A step begins."""
         self._read()
         self._peaks = []
-        self._window, self._held = ("", 0, Phase.BEFORE), 0
+        self._window, self._held, self._filled = ("", 0, Phase.BEFORE), 0, 0
 
     def border(self, layer: str, forward: int, phase: Phase) -> None:
         """The window of a step ends, if one is open, and another one begins."""
         if self._window is not None:
-            self._peaks.append(DevicePeak(*self._window, self._read(), self._held))
-            self._window = layer, forward, phase
+            self._peaks.append(DevicePeak(*self._window, self._read() - self._filled, self._held))
+            self._window, self._filled = (layer, forward, phase), 0
 
     def holds(self, nbytes: int) -> None:
         """So many bytes of saved tensors are on the device as the window begins."""
         self._held = nbytes
+
+    def fills(self, nbytes: int) -> None:
+        """So many bytes of what is allocated in the window are nobody's."""
+        self._filled = nbytes
 
     def end(self) -> tuple[DevicePeak, ...]:
         """The step ends: its windows in order; none, if `begin` did not come before."""
@@ -81,3 +86,32 @@ def give_back_unused(device: torch.device) -> None:
     """
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         torch.cuda.empty_cache()
+
+
+def fill_unused(device: torch.device, most: int) -> list[torch.Tensor]:
+    """Tensors in whatever torch's allocator holds for the current stream and nobody uses, so that it does not give that to
+    the GPU where memory runs out, in a loss, say: else the next step's forwards, which need it again, would be cut from
+    what the loss has left by then.
+
+    Args:
+        most: bytes that may be allocated.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return []
+    stream = torch.cuda.current_stream(device).cuda_stream
+    unused = sorted(
+        (
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == device.index and segment["stream"] == stream and not segment["is_expandable"]
+            if tuple(segment["segment_pool_id"]) == (0, 0) and segment["segment_type"] == "large"
+            if [block["state"] for block in segment["blocks"]] == ["inactive"]
+        ),
+        reverse=True,
+    )
+    filling = []
+    for nbytes in unused:  # the largest first: a smaller one could be cut from it
+        if nbytes <= most:
+            filling.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+            most -= nbytes
+    return filling

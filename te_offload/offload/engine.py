@@ -16,7 +16,7 @@ import torch
 
 from te_offload.offload import numa
 from te_offload.offload.decide import Rules
-from te_offload.offload.device_memory import Watermarks, give_back_unused
+from te_offload.offload.device_memory import Watermarks, fill_unused, give_back_unused
 from te_offload.offload.forecast import bounds_for, departures_for, pace_for
 from te_offload.offload.host_pool import HostPool
 from te_offload.offload.measure import FinishedStep, resolve
@@ -126,6 +126,8 @@ class Engine:
         self.delay = Delay()
         self._delayed: tuple[LayerVisit, float] | None = None
         self.watermarks: Watermarks | None = None
+        self._fills = False  # whether this step is a plan's first one within a limit of the device, and
+        self._filling: list[torch.Tensor] = []  # what lies in memory that it will need once more
         self._finished: collections.deque[FinishedStep | StepRecord] = collections.deque(maxlen=HISTORY)
 
     # Steps -----------------------------------------------------------------------------------------------------------
@@ -150,8 +152,9 @@ class Engine:
         self._adapt()
         plan = self.rules.plan
         if plan is not self._timed_plan:
-            if plan is not None and not plan.sends_as(self._timed_plan):
+            if plan is not None and not plan.holds_as(self._timed_plan):
                 give_back_unused(self.device)
+                self._fills = plan.foreseen is not None
             self._forget_times()
         elif plan is None and self.watermarks is not None and self.warm_steps == 1:
             give_back_unused(self.device)  # what the first step let go of after the loss had begun
@@ -173,6 +176,7 @@ class Engine:
 
     def open_visit(self, layer: str, module: torch.nn.Module | None, forward: int, stays: Reason) -> LayerVisit:
         """A forward begins; its hooks are not on yet."""
+        self.mover.finish_use()  # of a backward before it
         throttles = self.mover.counts.throttles
         before = len(throttles)
         if self.mover.homes:  # where its graph writes, something that was read may still lie: it is not replayed then
@@ -186,9 +190,15 @@ class Engine:
 
     def enter(self, visit: LayerVisit, phase: Phase) -> None:
         """A phase of a forward begins, if that is one of this step."""
-        if self.watermarks is not None and visit in self.visits[visit.number : visit.number + 1]:
-            self.watermarks.border(*visit.key, phase)
-            self.watermarks.holds(self.mover.counts.resident)
+        if self.watermarks is None or visit not in self.visits[visit.number : visit.number + 1]:
+            return
+        self.watermarks.border(*visit.key, phase)
+        self.watermarks.holds(self.mover.counts.resident)
+        self._filling = []
+        foreseen = self.rules.plan.foreseen if self._fills and self.rules.plan is not None else None
+        if phase is Phase.AFTER and foreseen is not None and visit.key in foreseen.lasts:
+            self._filling = fill_unused(self.device, foreseen.spare)
+            self.watermarks.fills(sum(tensor.nbytes for tensor in self._filling))
 
     def end_visit(self, visit: LayerVisit) -> None:
         """A forward has ended: its copies out are queued, now or later."""
@@ -221,6 +231,7 @@ class Engine:
             raised: whether an error ended it.
         """
         self.commit_delayed()
+        self._fills, self._filling = False, []
         peaks = () if self.watermarks is None else self.watermarks.end()
         raised = raised or any(visit.aborted for visit in self.visits)
         self.mover.finish_use()

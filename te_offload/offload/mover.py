@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import math
 import os
 import threading
 import weakref
@@ -86,7 +87,8 @@ class Mover:
         knows_ends: whether the end of a copy can be asked for: not while a CUDA graph is captured.
         homes: of tensors that come back to the addresses where they were.
         departures: by when copies out are over; ``None``: when the host sees that they are.
-        holds: whether they count while a CUDA graph is captured too, since a plan needs them for its limit of the device.
+        holds: whether a plan needs them for its limit of the device: they count while a CUDA graph is captured too, and
+            memory is let go of no sooner either, so that each step of it holds as much as the others.
         reused: how often host memory was given back for which the compute stream has waited, and the stream of copies out
             only will where it waits for a later moment of that.
     """
@@ -156,10 +158,12 @@ class Mover:
             cargo = self._leaving[0]
             assert cargo.out is not None
             cargo.left = cargo.out.ended.is_over()
+            over = place is not None and cargo.over_at <= place
+            stays = self.holds and place is not None and cargo.over_at < math.inf  # until its place, if there is room
+            fits = self.in_flight <= self.max_in_flight or len(self._leaving) == 1
+            if not over and (stays or not cargo.left) and fits:
+                break
             if not cargo.left:
-                over = place is not None and cargo.over_at <= place
-                if not over and (self.in_flight <= self.max_in_flight or len(self._leaving) == 1):
-                    break
                 self._block_for_room(cargo.out.ended)
             self._leaving.popleft()
             self._let_go(cargo)

@@ -69,6 +69,11 @@ class Plan:
         """Whether the same slots go as with a plan before; ``None``: as where all go."""
         return all(slot.goes == (before is None or before.goes(slot.name, slot.forward)) for slot in self.slots)
 
+    def holds_as(self, before: Plan | None) -> bool:
+        """Whether the same is on the device as with a plan before, as far as one knows."""
+        theirs = None if before is None or before.foreseen is None else before.foreseen.departures
+        return self.sends_as(before) and (self.foreseen is None or self.foreseen.departures == theirs)
+
     @property
     def bytes_going(self) -> int:
         """Bytes of the slots that go."""

@@ -172,7 +172,7 @@ class StepRecord:
         slots: a row for each slot of each forward, in the order of the forwards.
         windows: a row for each forward that was not left alone.
         residency: bytes of saved tensors on the device over the step; weights, metadata and what ``unseen`` forwards save
-            do not count. A slot that an op has taken counts until the next one is taken.
+            do not count. A slot that an op has taken counts until the next one is taken, or a forward begins.
         bytes_out, bytes_back: bytes copied to the host, and back.
         copies_out, copies_back: number of runs of memory copied each way.
         peak_in_flight: most bytes that were held on the device only for a copy out to end.

@@ -182,11 +182,18 @@ class Departures:
 class Foreseen:
     """How steps of a plan are to run, so that they hold what was predicted: when bytes come back and leave, and how many
     are in flight.
+
+    Attributes:
+        lasts: the forwards that a backward follows. spare: bytes that are foreseen to be left of the device's limit.
+        holes: whether there is room for the holes too that what leaves late leaves behind, as `DeviceBudget` has it.
     """
 
     pace: Pace
     departures: Departures
     bounds: Bounds
+    lasts: frozenset[Key] = frozenset()
+    spare: int = 0
+    holes: bool = False
 
 
 def departures_of(

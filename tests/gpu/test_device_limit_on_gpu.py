@@ -13,6 +13,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling,
 from te_offload import OffloadSession
 from te_offload.fused import hopper
 from te_offload.graphs import CaptureState, capture
+from te_offload.offload.device_memory import fill_unused
 from tests.support.device_peaks import STEPS, peak_of_one, peak_of_steps
 from tests.support.layer_stack import Batch, Model, batches
 from tests.support.mlp import assert_same_bits
@@ -113,3 +114,22 @@ def test_a_captured_step_takes_no_more_than_the_limit_either(share: float) -> No
         print("\n", share, most, least, limit, peaks, out, all_out, session.plan.forecast, torch.cuda.memory_reserved())
         assert 0 < out < all_out
         assert max(peaks[2:]) <= limit
+
+
+def test_what_is_filled_is_not_given_back() -> None:
+    given = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (64, 48, 96)]
+    del given
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    given = [torch.empty(size << 20, dtype=torch.uint8, device="cuda") for size in (64, 48, 96)]
+    given.pop(1)
+    device = given[0].device
+    del given
+    assert torch.cuda.memory_reserved() == before + (208 << 20)
+    filling = fill_unused(device, 150 << 20)
+    assert sorted(tensor.nbytes >> 20 for tensor in filling) == [48, 96]
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before + (144 << 20)
+    filling.clear()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_iter
 
 MIB = 1 << 20
 GIVE_BACK = (0, 0)  # an event: what nobody uses goes back to the device
+FILL = -1  # what an event has in place of an identity, with bytes: as many at the most of what nobody uses are filled
+EMPTY = (-2, 0)  # an event: what was filled is let go of
 
 
 class OutOfMemory(Exception):
@@ -74,6 +76,16 @@ class CachingAllocator:
         self._segments = [segment for segment in self._segments if len(segment) > 1 or segment[0].used]
         self.reserved = sum(block.nbytes for segment in self._segments for block in segment)
 
+    def fill(self, most: int) -> list[_Block]:
+        """Whole segments, the largest first, of so many bytes at the most."""
+        found = []
+        free = [segment[0] for segment in self._segments if len(segment) == 1 and not segment[0].used]
+        for block in sorted(free, key=lambda block: -block.nbytes):
+            if block.nbytes <= most:
+                found.append(self.allocate(block.nbytes))
+                most -= block.nbytes
+        return found
+
     def _free(self, nbytes: int) -> Iterator[_Block]:
         return (block for segment in self._segments for block in segment if not block.used and block.nbytes >= nbytes)
 
@@ -98,7 +110,7 @@ class Traced(TorchDispatchMode):
         least: bytes of those that are looked at.
 
     Attributes:
-        events: of each an identity and its bytes, then the same and minus its bytes; or `GIVE_BACK`.
+        events: of each an identity and its bytes, then the same and minus its bytes; or `GIVE_BACK`, `FILL`, `EMPTY`.
         nbytes: now.
     """
 
@@ -114,6 +126,13 @@ class Traced(TorchDispatchMode):
         """Bytes at the most since the last call."""
         found, self._most = self._most, self.nbytes
         return found
+
+    def fill(self, most: int) -> list[torch.Tensor]:
+        """As a session's `fill_unused`: what it gives stands for what is filled."""
+        self.events.append((FILL, most))
+        stands = torch.empty(0)
+        weakref.finalize(stands, self.events.append, EMPTY)
+        return [stands]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -140,9 +159,15 @@ def run(events: Sequence[tuple[int, int]], scale: int, card: int | None = None) 
     """The allocator after events, whose bytes count so many times. Raises: OutOfMemory."""
     allocator = CachingAllocator(card)
     blocks: dict[int, _Block] = {}
+    filled: list[_Block] = []
     for key, nbytes in events:
         if (key, nbytes) == GIVE_BACK:
             allocator.give_back()
+        elif key == FILL:
+            filled += allocator.fill(nbytes * scale)
+        elif (key, nbytes) == EMPTY:
+            while filled:
+                allocator.release(filled.pop())
         elif nbytes > 0:
             blocks[key] = allocator.allocate(nbytes * scale)
         elif key in blocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from te_offload import DevicePeak, Fate, Phase, Plan, Reason, SlotName, StepReco
 from te_offload.errors import ArgumentError, BudgetError, PlanError
 from te_offload.offload.choice import _orders, make_plan
 from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go, gates_of
-from te_offload.offload.device_memory import Watermarks, give_back_unused
+from te_offload.offload.device_memory import Watermarks, fill_unused, give_back_unused
 from te_offload.offload.forecast import parcels_of, work_of
 from te_offload.offload.planner import merge_records
-from te_offload.offload.timeline import Bounds, Key, Levels, Parcel, Work, follow
+from te_offload.offload.timeline import Bounds, Departures, Foreseen, Key, Levels, Pace, Parcel, Work, follow
 from te_offload.report.table import device_lines
-from tests.unit.test_plan import LINK, MIB, going, policy, record
+from tests.unit.test_plan import LINK, MIB, PLAN, going, policy, record
 
 LAYERS = 4
 BOUNDS = Bounds(out=30 * MIB, back=60 * MIB, recall=True, paced=True)
@@ -305,6 +306,47 @@ def test_what_the_allocator_keeps_of_a_gpu_is_given_back_where_steps_keep_other_
     assert len(given_back) == (not capturing)
     give_back_unused(torch.device("cpu"))
     assert len(given_back) == (not capturing)
+
+
+def test_plan_holds_as_another_one_of_which_the_same_slots_go_and_leave_where_they_do() -> None:
+    def within(place: int) -> Plan:
+        departures = Departures({("layer0", 0): 1}, {("layer0", 0): ((5, place),)})
+        return dataclasses.replace(PLAN, foreseen=Foreseen(Pace({}, {}), departures, BOUNDS))
+
+    assert within(1).holds_as(within(1)) and PLAN.holds_as(Plan(PLAN.slots))
+    assert not within(1).holds_as(within(2)) and not within(1).holds_as(PLAN) and not within(1).holds_as(None)
+
+
+def _segment(nbytes: int, *states: str, **other: Any) -> dict[str, Any]:
+    blocks = [{"state": state} for state in states]
+    usual = {"device": 0, "stream": 7, "is_expandable": False, "segment_pool_id": (0, 0), "segment_type": "large"}
+    return {**usual, "total_size": nbytes, "blocks": blocks, **other}
+
+
+def test_filled_are_whole_segments_that_nobody_uses_the_largest_first_as_far_as_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    segments = [
+        _segment(30, "inactive"),
+        _segment(50, "inactive"),
+        _segment(40, "inactive"),
+        _segment(20, "inactive", "active_allocated"),
+        _segment(21, "active_allocated"),
+        _segment(22, "inactive", device=1),
+        _segment(23, "inactive", stream=8),
+        _segment(24, "inactive", is_expandable=True),
+        _segment(25, "inactive", segment_pool_id=(0, 1)),
+        _segment(26, "inactive", segment_type="small"),
+    ]
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch, "empty", lambda nbytes, **_: made.append(nbytes))
+    assert len(fill_unused(torch.device("cuda", 0), 85)) == 2 and made == [50, 30]
+    assert fill_unused(torch.device("cpu"), 85) == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert fill_unused(torch.device("cuda", 0), 85) == []
 
 
 def test_each_peak_is_of_its_own_window() -> None:
