@@ -6,7 +6,16 @@ not: know what a GEMM is.
 
 from te_offload.offload.dropin import get_cpu_offload_context
 from te_offload.offload.plan import Plan, PlannedSlot
-from te_offload.offload.record import DevicePeak, Outcome, Phase, Residency, SlotRecord, StepRecord, Window
+from te_offload.offload.record import (
+    DevicePeak,
+    Outcome,
+    Phase,
+    Residency,
+    SharedMemory,
+    SlotRecord,
+    StepRecord,
+    Window,
+)
 from te_offload.offload.session import OffloadSession
 
 __all__ = [
@@ -17,6 +26,7 @@ __all__ = [
     "Plan",
     "PlannedSlot",
     "Residency",
+    "SharedMemory",
     "SlotRecord",
     "StepRecord",
     "Window",

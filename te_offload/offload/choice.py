@@ -7,7 +7,7 @@ waiting is taken; the same record gives the same plan. Does not: know when to pl
 
 from __future__ import annotations
 
-import collections
+import bisect
 import dataclasses
 import itertools
 import math
@@ -18,7 +18,8 @@ from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go, g
 from te_offload.offload.forecast import fewest_in_flight, work_of
 from te_offload.offload.plan import Plan, PlannedSlot
 from te_offload.offload.policy import Policy
-from te_offload.offload.record import DevicePeak, Phase, SlotRecord, StepRecord
+from te_offload.offload.record import DevicePeak, Phase, StepRecord
+from te_offload.offload.slot_bytes import SlotBytes, may_go
 from te_offload.offload.timeline import (
     Bounds,
     Forecast,
@@ -32,10 +33,9 @@ from te_offload.offload.timeline import (
     pace_of,
     simulate,
 )
-from te_offload.slots import Fate, Reason
+from te_offload.slots import Reason
 from te_offload.units import format_bytes
 
-_MAY_GO = (Reason.NONE, Reason.PLAN, Reason.NO_ROOM)
 _BRUTE_FORCE = 12  # slots of a layer up to which all choices are tried
 _FEWER = (0.75, 0.5, 0.25, 0.0)  # of the bytes in flight; with none there is one slot each way
 _QUICKER = 1.05  # times as long a step is foreseen with a plan that there is as with another, and it stays
@@ -48,19 +48,6 @@ def given_bounds(out: float = math.inf, back: float = math.inf) -> Bounds:
     return Bounds(out, back, recall=True, paced=True)
 
 
-def bytes_by_slot(record: StepRecord) -> dict[tuple[str, int], int]:
-    """Bytes of every slot that may go, by name and forward; what nobody named is one slot of its forward."""
-    found: dict[tuple[str, int], int] = {}
-    for row in record.slots:
-        if _may_go(row):
-            found[row.name, row.forward] = found.get((row.name, row.forward), 0) + row.nbytes
-    return found
-
-
-def _may_go(row: SlotRecord) -> bool:
-    return row.fate in (Fate.OFFLOADED, Fate.KEPT) and row.reason in _MAY_GO and row.nbytes > 0
-
-
 # The choice ---------------------------------------------------------------------------------------------------------
 
 
@@ -70,7 +57,7 @@ def check_host_limit(limit: int, record: StepRecord) -> None:
     Raises:
         BudgetError: it is smaller than every slot that may go.
     """
-    rows = [row for row in record.slots if _may_go(row)]
+    rows = [row for row in record.slots if may_go(row)]
     if rows and all(row.reason is Reason.NO_ROOM for row in rows):
         smallest = min(rows, key=lambda row: row.nbytes)
         if smallest.nbytes > limit:
@@ -86,19 +73,12 @@ class _Steps:
 
     def __init__(self, record: StepRecord, link: Link, bounds: Bounds | None) -> None:
         self.record = record
-        self.slots = bytes_by_slot(record)
+        self.bytes = SlotBytes(record)
+        self.slots = self.bytes.slots
         self._link = link
         self._given = bounds
         self._work = work_of(record)
-        self._layers = {key: key[0].split("/")[0] for key in self.slots}
-        sizes: dict[tuple[str, int], list[int]] = {}
-        self._stuck: collections.Counter[Key] = collections.Counter()  # bytes that stay whatever the choice
-        for row in record.slots:
-            if _may_go(row):
-                sizes.setdefault((row.name, row.forward), []).extend(filter(None, row.sizes or (row.nbytes,)))
-            if row.fate is Fate.KEPT and not _may_go(row):
-                self._stuck[row.layer, row.forward] += row.nbytes
-        self._pieces = {key: as_they_go(found) for key, found in sizes.items()}
+        self._layers = self.bytes.layers
 
     @property
     def bounds_are_given(self) -> bool:
@@ -107,12 +87,7 @@ class _Steps:
 
     def parcels(self, going: Choice, *, in_pieces: bool = False) -> dict[Key, list[Parcel]]:
         """Of a choice. ``in_pieces``: what nobody named not as one."""
-        parcels: dict[Key, list[Parcel]] = {}
-        for key, nbytes in self.slots.items():
-            goes = key in going
-            pieces = self._pieces[key] if in_pieces and goes else [nbytes]
-            parcels.setdefault((self._layers[key], key[1]), []).extend(Parcel(piece, goes) for piece in pieces)
-        return parcels
+        return self.bytes.parcels(going, in_pieces=in_pieces)
 
     def bounds(self, going: Choice) -> Bounds:
         """As few bytes in flight as a choice needs, unless they are given."""
@@ -127,7 +102,7 @@ class _Steps:
 
     def levels(self, going: Choice, bounds: Bounds) -> Levels:
         """What is on the device on the way."""
-        parcels = {key: [Parcel(nbytes, False)] for key, nbytes in self._stuck.items()}
+        parcels = {key: [Parcel(nbytes, False)] for key, nbytes in self.bytes.stuck.items()}
         for key, mine in self.parcels(going, in_pieces=True).items():
             groups = as_they_go(parcel.nbytes for parcel in mine if parcel.goes)
             kept = [parcel for parcel in mine if not parcel.goes]
@@ -160,17 +135,12 @@ class _Steps:
                 there.discard(item.key)
         return frozenset(key for key in self.slots if (self._layers[key], key[1]) in there)
 
-    @property
-    def largest(self) -> int:
-        """Bytes of what goes as one, at most."""
-        return max((piece for pieces in self._pieces.values() for piece in pieces), default=0)
-
     def fewest_bytes_of_the_quickest(self, choices: Sequence[tuple[Choice, Bounds]]) -> tuple[Choice, Bounds]:
         """What frees more than a limit needs is worth no time, and copies that are not there slow nothing down."""
         found = [(self.forecast(*choice, in_pieces=True).step_ms, choice) for choice in choices]
         enough = _AS_QUICK * min(step_ms for step_ms, _ in found)
         quick = [one for one in found if one[0] <= enough]
-        return min(quick, key=lambda one: (sum(self.slots[key] for key in one[1][0]), one[0]))[1]
+        return min(quick, key=lambda one: (self.bytes.moved(one[1][0]), one[0]))[1]
 
     def cost(self, going: Choice, bounds: Bounds) -> tuple[float, int, int, int]:
         """Of two choices the one that costs less is better."""
@@ -203,7 +173,7 @@ def make_plan(
     if policy.device_limit is not None:
         return _within_device(policy, steps, before)
     order = list(steps.slots)
-    going = min(_choices(policy, record, steps.slots), key=lambda choice: steps.cost(choice, steps.bounds(choice)))
+    going = min(_choices(policy, record, steps.bytes), key=lambda choice: steps.cost(choice, steps.bounds(choice)))
     chosen = steps.bounds(going)
 
     def forecast(going: Choice) -> Forecast:
@@ -211,7 +181,7 @@ def make_plan(
 
     if policy.budget_per_layer is None and policy.fraction is None:
         going = _keep_the_last(order, going, forecast)
-    going = _keep_more(policy.keep_more, order, steps.slots, going)
+    going = _keep_more(policy.keep_more, order, steps.bytes, going)
     if policy.host_limit is not None:
         going = _fit_host(policy, order, steps.slots, going, forecast)
     return _plan_of(steps, going, forecast(going))
@@ -242,7 +212,7 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
 
     there = steps.there_at(DeviceBudget(limit, record, lambda choice: steps.levels(choice, most), seen).peak(Choice()))
     # Where copies end a little sooner or later one more is under way, of each micro-batch that is there.
-    margin = steps.largest * max(1, len({forward for _, forward in there}))
+    margin = steps.bytes.largest * max(1, len({forward for _, forward in there}))
 
     def budget_with(bounds: Bounds, *, holes: bool = False) -> DeviceBudget:
         return DeviceBudget(
@@ -285,24 +255,19 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
     return _plan_of(steps, going, forecast, foreseen)
 
 
-def _choices(policy: Policy, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> list[Choice]:
+def _choices(policy: Policy, record: StepRecord, of: SlotBytes) -> list[Choice]:
     """Choices that meet the budget, all with about the fewest bytes."""
     if policy.budget_per_layer is not None:
-        return [_within_budget(policy.budget_per_layer, record, slots)]
+        return [_within_budget(policy.budget_per_layer, record, of)]
     if policy.fraction is None:
-        return [frozenset(slots)]
-    wanted = policy.fraction * sum(slots.values())
-    choices = []
-    for order in _orders(slots):
-        chosen: list[tuple[str, int]] = []
-        total = 0
-        for key in order:
-            if total >= wanted:
-                break
-            chosen.append(key)
-            total += slots[key]
-        choices.append(frozenset(chosen))
-    return choices
+        return [frozenset(of.slots)]
+    wanted = policy.fraction * of.moved(of.slots)
+
+    def enough(order: Sequence[tuple[str, int]]) -> Choice:
+        count = bisect.bisect_left(range(len(order)), True, key=lambda count: of.moved(order[:count]) >= wanted)
+        return frozenset(order[:count])
+
+    return [enough(order) for order in _orders(of.slots)]
 
 
 def _orders(
@@ -331,37 +296,36 @@ def _orders(
     return [list(order) for order in dict.fromkeys(map(tuple, orders))]
 
 
-def _within_budget(budget: int, record: StepRecord, slots: Mapping[tuple[str, int], int]) -> Choice:
+def _within_budget(budget: int, record: StepRecord, of: SlotBytes) -> Choice:
     going: set[tuple[str, int]] = set()
+    held = record.bytes_of(lambda row: row.holds_memory and not may_go(row))
     for window in record.windows:
-        rows = [row for row in record.slots if (row.layer, row.forward) == (window.layer, window.forward)]
-        stuck = [row for row in rows if row.holds_memory and not _may_go(row)]
-        staying = sum(row.nbytes for row in stuck)
+        staying = held.get((window.layer, window.forward), 0)
         if staying > budget:
+            rows = [row for row in record.slots if (row.layer, row.forward) == (window.layer, window.forward)]
+            stuck = [row for row in rows if row.holds_memory and not may_go(row)]
             names = ", ".join(f"{row.name} ({format_bytes(row.nbytes)}, {row.reason.value})" for row in stuck)
             raise BudgetError(
                 f"budget_per_layer is {format_bytes(budget)}, but {format_bytes(staying)} of {window.layer} must stay, "
                 f"{format_bytes(staying - budget)} too much. These would have to go: {names}. Raise the budget, or let "
                 "them go."
             )
-        mine = [key for key in slots if key[0].split("/")[0] == window.layer and key[1] == window.forward]
-        going |= _fewest_bytes(mine, slots, staying + sum(slots[key] for key in mine) - budget)
+        mine = [key for key in of.slots if of.layers[key] == window.layer and key[1] == window.forward]
+        going |= _fewest_bytes(mine, of, staying + of.moved(mine) - budget)
     return frozenset(going)
 
 
-def _fewest_bytes(
-    keys: Sequence[tuple[str, int]], slots: Mapping[tuple[str, int], int], needed: int
-) -> set[tuple[str, int]]:
+def _fewest_bytes(keys: Sequence[tuple[str, int]], of: SlotBytes, needed: int) -> set[tuple[str, int]]:
     """Slots of at least ``needed`` bytes together, as few bytes as possible."""
     if needed <= 0:
         return set()
     if len(keys) <= _BRUTE_FORCE:
         groups = (group for size in range(1, len(keys) + 1) for group in itertools.combinations(keys, size))
-        enough = [group for group in groups if sum(slots[key] for key in group) >= needed]
-        return set(min(enough, key=lambda group: sum(slots[key] for key in group)))
+        enough = [(moved, group) for group in groups if (moved := of.moved(group)) >= needed]
+        return set(min(enough, key=lambda one: one[0])[1])
     chosen: set[tuple[str, int]] = set()
-    for key in sorted(keys, key=lambda key: -slots[key]):
-        if sum(slots[other] for other in chosen) < needed:
+    for key in sorted(keys, key=lambda key: -of.slots[key]):
+        if of.moved(chosen) < needed:
             chosen.add(key)
     return chosen
 
@@ -378,13 +342,11 @@ def _keep_the_last(order: Sequence[tuple[str, int]], going: Choice, forecast: Ca
     return going
 
 
-def _keep_more(
-    nbytes: int, order: Sequence[tuple[str, int]], slots: Mapping[tuple[str, int], int], going: Choice
-) -> Choice:
+def _keep_more(nbytes: int, order: Sequence[tuple[str, int]], of: SlotBytes, going: Choice) -> Choice:
     kept = 0
     for key in reversed(order):
-        if key in going and kept + slots[key] <= nbytes:
-            going, kept = going - {key}, kept + slots[key]
+        if key in going and kept + (more := of.freed_by(key, going)) <= nbytes:
+            going, kept = going - {key}, kept + more
     return going
 
 

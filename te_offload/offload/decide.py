@@ -20,6 +20,7 @@ from te_offload.offload.host_pool import HostPool
 from te_offload.offload.load import Load, as_one
 from te_offload.offload.plain import devices_of_plain, is_discarded, is_plain
 from te_offload.offload.saved import Saved, SlotEntry
+from te_offload.offload.shares import Shares, find_shares
 from te_offload.offload.spots import Spot, covered_by
 from te_offload.ops import te_adapter
 from te_offload.slots import FORMATS, Fate, Reason, SlotName
@@ -65,8 +66,9 @@ def decide(
     device: torch.device,
     pool: HostPool,
     in_flight: int,
-) -> tuple[list[Load], list[Load]]:
-    """Decide each slot's fate; the loads that go, with their cargos and leases, and the loads that stay.
+) -> tuple[list[Load], list[Load], Shares]:
+    """Decide each slot's fate; the loads that go, with their cargos and leases, the loads that stay, and the memory that
+    several of them hold.
 
     Args:
         entries: the slots of a forward, in the order in which they were saved.
@@ -83,14 +85,15 @@ def decide(
         loads.append(load)
     going = [load for load in loads if load.entry.fate is _GOES]
     if not going:
-        return [], [load for load in loads if load.handles]
+        return [], [load for load in loads if load.handles], find_shares(loads)
     for load in going:
         if not load.contiguous and load.spots is None:
             load.measure(device)
     named = False not in [load.entry.once for load in going]
     owned = frozenset() if named else owned_by_layer()
     while True:
-        if _share_memory(loads, owned, staying):
+        shares = _share_memory(loads, owned, staying)
+        if shares:
             _keep_shared_memory(loads, owned, staying, rules, device)
             going = _divide([load for load in loads if load.entry.fate is _GOES], device)
         going = _together(going, rules.together, min(rules.most_together, max(in_flight, _FEW)), device)
@@ -98,7 +101,8 @@ def decide(
             load.make_cargo(device)
         refused = _lease(going, pool)
         if refused is None:
-            return going, [load for load in loads if load.handles and load.entry.fate is not _GOES]
+            stays = [load for load in loads if load.handles and load.entry.fate is not _GOES]
+            return going, stays, find_shares(loads) if shares else {}
         refused.fate, refused.reason = Fate.KEPT, Reason.NO_ROOM
         for load in loads:
             load.entry.cargo, load.entry.bytes_out = None, 0
@@ -153,7 +157,9 @@ def _cut(
     region: Load, rest: list[Saved], part: list[Saved], rules: Rules, device: torch.device, loads: list[Load]
 ) -> Load:
     """A region without a part, which becomes a slot of its own, the last one of ``loads``."""
-    loads.append(_load(region.entry.visit.entry_apart(part), rules, device))
+    apart = region.entry.visit.entry_apart(part)
+    apart.part_of = region.entry.title
+    loads.append(_load(apart, rules, device))
     region.entry.hold(rest)
     region.entry.fate, region.entry.reason = Fate.KEPT, _NONE
     return _load(region.entry, rules, device)

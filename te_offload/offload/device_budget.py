@@ -177,7 +177,7 @@ class DeviceBudget:
         """That not even all slots suffice. ``in_flight_is_given``: by the user, who could have fewer."""
         peak, record = self.peak(everything), self._record
         staying = sorted((row for row in record.slots if row.holds_memory), key=lambda row: -row.nbytes)
-        total = format_bytes(sum(row.nbytes for row in staying))
+        total = format_bytes(sum(record.bytes_of(lambda row: row.holds_memory).values()))
         names = ", ".join(f"{row.name} ({format_bytes(row.nbytes)}, {row.reason.value})" for row in staying[:3])
         in_flight = (
             f"lower max_in_flight (up to {format_bytes(record.peak_in_flight)} wait for copies out, "

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from te_offload.errors import ArgumentError, UnsupportedError
+from te_offload.offload.allocator import is_native
 from te_offload.offload.record import DevicePeak, Phase
 
 
@@ -96,7 +97,7 @@ def fill_unused(device: torch.device, most: int) -> list[torch.Tensor]:
     Args:
         most: bytes that may be allocated.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not is_native() or torch.cuda.is_current_stream_capturing():
         return []
     stream = torch.cuda.current_stream(device).cuda_stream
     unused = sorted(

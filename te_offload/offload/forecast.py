@@ -63,7 +63,11 @@ def parcels_of(record: StepRecord) -> dict[Key, list[Parcel]]:
     for row in record.slots:
         goes, parcels_here = row.fate is Fate.OFFLOADED, parcels.setdefault((row.layer, row.forward), [])
         if goes or row.fate is Fate.KEPT:  # else it is nowhere until the backward
-            parcels_here.append(Parcel(row.bytes_out if goes else row.nbytes, goes))
+            parcels_here.append(Parcel(row.bytes_out if goes else row.nbytes - row.shared, goes))
+    stays = {(row.whole, row.forward) for row in record.slots if row.fate is Fate.KEPT and row.shared}
+    for piece in record.shared_memory:  # if it went, it went with the first of its slots
+        if any((name, piece.forward) in stays for name in piece.slots):
+            parcels[piece.layer, piece.forward].append(Parcel(piece.nbytes, False))
     return parcels
 
 

@@ -13,7 +13,7 @@ import torch
 
 from te_offload.offload.cargo import Cargo
 from te_offload.offload.mover import Counts
-from te_offload.offload.record import DevicePeak, Outcome, Residency, SlotRecord, StepRecord, Window
+from te_offload.offload.record import DevicePeak, Outcome, Residency, SharedMemory, SlotRecord, StepRecord, Window
 from te_offload.offload.saved import SlotEntry
 from te_offload.offload.timeline import Forecast
 from te_offload.offload.transfer import Mark, Transfer, duration
@@ -110,6 +110,11 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         out_ms=0.0 if clock is None else sum(duration(clock, cargo.out) for cargo in copies if cargo.out),
         back_ms=0.0 if clock is None else sum(duration(clock, cargo.back) for cargo in copies if cargo.back),
         device_peaks=step.device_peaks,
+        shared_memory=tuple(
+            SharedMemory(visit.layer, visit.forward, names, nbytes)
+            for visit in step.visits
+            for names, nbytes in visit.shared.items()
+        ),
     )
     for visit in step.visits:  # the handles of a graph that lives on hold the visit, and need no more than its name
         visit.forget()
@@ -126,7 +131,7 @@ def _rows(visit: LayerVisit, clock: Transfer | None) -> list[SlotRecord]:
     rows: dict[Any, SlotRecord] = {}
     for position, entry in enumerate(visit.entries):
         row = _row(entry, visit.forward, clock)
-        key = position if entry.slot is not SlotName.OTHER else (row.fate, row.reason, row.outcome)
+        key = position if entry.slot is not SlotName.OTHER else (row.fate, row.reason, row.outcome, row.part_of)
         rows[key] = _together(rows[key], row) if key in rows else row
     return list(rows.values())
 
@@ -165,7 +170,9 @@ def _row(entry: SlotEntry, forward: int, clock: Transfer | None) -> SlotRecord:
         back_ms=back,
         exposed_ms=exposed,
         format=entry.format,
-        sizes=(entry.nbytes,),
+        sizes=(entry.nbytes - entry.shared,),
+        shared=entry.shared,
+        part_of=entry.part_of,
     )
 
 
@@ -189,6 +196,8 @@ def _together(one: SlotRecord, other: SlotRecord) -> SlotRecord:
         exposed_ms=one.exposed_ms + other.exposed_ms,
         format=one.format if one.format == other.format else "several",
         sizes=one.sizes + other.sizes,
+        shared=one.shared + other.shared,
+        part_of=one.part_of,
     )
 
 

@@ -8,19 +8,21 @@ made for; ranks that plan together have the same plan from the same step on. Doe
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from te_offload.errors import PlanError
-from te_offload.offload.choice import bytes_by_slot, check_host_limit, given_bounds, make_plan
+from te_offload.offload.choice import check_host_limit, given_bounds, make_plan
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import Engine
 from te_offload.offload.link import probe_link
 from te_offload.offload.plan import Plan
 from te_offload.offload.policy import Policy
-from te_offload.offload.record import DevicePeak, StepRecord
+from te_offload.offload.record import DevicePeak, SharedMemory, StepRecord
+from te_offload.offload.slot_bytes import bytes_by_slot
 from te_offload.offload.timeline import Bounds, Link
 
 _TOGETHER_EVERY = 64  # steps between the looks of ranks that plan together
@@ -191,12 +193,17 @@ def merge_records(records: Sequence[StepRecord]) -> StepRecord:
         return dataclasses.replace(rows[0], **numbers)
 
     slots = [
-        dataclasses.replace(largest(rows, "bytes_out"), nbytes=most.nbytes, sizes=most.sizes)
+        dataclasses.replace(largest(rows, "bytes_out"), nbytes=most.nbytes, sizes=most.sizes, shared=most.shared)
         for rows in zip(*(r.slots for r in records), strict=True)
         for most in (max(rows, key=lambda row: row.nbytes),)
     ]
     peaks = [_largest_peak(rows) for rows in zip(*(r.device_peaks for r in records), strict=True)]
-    return dataclasses.replace(first, slots=tuple(slots), device_peaks=tuple(peaks))
+    shared: dict[tuple[str, int, tuple[str, ...]], SharedMemory] = {}
+    for piece in itertools.chain.from_iterable(record.shared_memory for record in records):
+        key = piece.layer, piece.forward, piece.slots
+        shared[key] = max(piece, shared.get(key, piece), key=lambda piece: piece.nbytes)
+    together = tuple(shared.values())
+    return dataclasses.replace(first, slots=tuple(slots), device_peaks=tuple(peaks), shared_memory=together)
 
 
 def _largest_peak(peaks: Sequence[DevicePeak]) -> DevicePeak:

@@ -8,6 +8,7 @@ clock. Does not: format (report/ does), or talk to other ranks.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from te_offload.slots import Fate, Reason, SlotName, slot_title
@@ -47,10 +48,13 @@ class SlotRecord:
         fate: what became of it.
         reason: why it was not offloaded.
         bytes_out: bytes copied to the host for it; less than ``nbytes`` where a slot before it held the same memory.
+        shared: bytes of ``nbytes`` in memory that other slots of its forward hold too (`StepRecord.shared_memory`).
+        part_of: name of the region from which it was taken, since it could not go with the rest; else empty.
         outcome: how it came back.
         out_ms, back_ms: how long its copies took; ``None`` where there was none, or it was not timed.
         exposed_ms: how long the backward waited for it.
-        sizes: bytes of what goes by itself of it, in the order in which it was saved: of what nobody named each tensor.
+        sizes: bytes of what goes by itself of it, in the order in which it was saved: of what nobody named each tensor;
+            without what is shared.
         format: of its numbers, such as ``"bf16"``, and of a quantized one the directions of a GEMM that it is for, such as
             ``"FP8 by column"`` (columns for wgrad); empty where it is no such tensor.
     """
@@ -70,11 +74,18 @@ class SlotRecord:
     exposed_ms: float = 0.0
     format: str = ""
     sizes: tuple[int, ...] = ()
+    shared: int = 0
+    part_of: str = ""
 
     @property
     def name(self) -> str:
         """``layer/op.slot``."""
         return slot_title(self.layer, self.op, self.slot)
+
+    @property
+    def whole(self) -> str:
+        """The name of what it is, or is a part of."""
+        return self.part_of or self.name
 
     @property
     def holds_memory(self) -> bool:
@@ -90,6 +101,20 @@ class SlotRecord:
     def back_gbs(self) -> float | None:
         """Rate of the copy back in 1e9 bytes a second."""
         return None if not self.back_ms else self.bytes_out / self.back_ms / 1e6
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Memory that several slots of a forward hold: it leaves with all of them or not at all.
+
+    Attributes:
+        layer, forward: which forward. slots: their names, in the order in which they were saved. nbytes: each byte once.
+    """
+
+    layer: str
+    forward: int
+    slots: tuple[str, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -195,6 +220,7 @@ class StepRecord:
         step_ms: the device's time from the step's begin to its end, that wait included.
         out_ms, back_ms: time during which a copy out, or back, was under way.
         device_peaks: of each phase in order, what torch had allocated; in timed steps under a ``device_limit`` alone.
+        shared_memory: what several slots of a forward hold.
     """
 
     index: int
@@ -227,6 +253,21 @@ class StepRecord:
     out_ms: float
     back_ms: float
     device_peaks: tuple[DevicePeak, ...] = ()
+    shared_memory: tuple[SharedMemory, ...] = ()
+
+    def bytes_of(self, counts: Callable[[SlotRecord], bool]) -> dict[tuple[str, int], int]:
+        """Bytes of some slots of each forward (layer, and its number), each byte of memory once."""
+        rows = [row for row in self.slots if counts(row)]
+        found: dict[tuple[str, int], int] = {}
+        for row in rows:
+            key = row.layer, row.forward
+            found[key] = found.get(key, 0) + row.nbytes - row.shared
+        sharing = {(row.whole, row.forward) for row in rows if row.shared}
+        for piece in self.shared_memory:
+            key = piece.layer, piece.forward
+            if any((name, piece.forward) in sharing for name in piece.slots):
+                found[key] = found.get(key, 0) + piece.nbytes
+        return found
 
     @property
     def device_peak(self) -> DevicePeak | None:

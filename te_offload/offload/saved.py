@@ -43,7 +43,8 @@ class SlotEntry:
         once: the tensors are of te.ops, which reads them once.
         ready: the mark after which its bytes are there; ``None``: the end of the forward.
         handles: its saved tensors; weak, since the autograd graph alone decides how long they live.
-        fate, reason: what became of it. nbytes, tensors, bytes_out, format: as in `SlotRecord`.
+        fate, reason: what became of it. nbytes, tensors, bytes_out, format, shared, part_of: as in `SlotRecord`.
+        counts_elsewhere: bytes of it that count with another slot that stays, if it stays.
         cargo: what carries its bytes, alone or with those of other small slots; ``None`` if another slot has its memory.
     """
 
@@ -53,6 +54,9 @@ class SlotEntry:
     tensors = 0
     bytes_out = 0
     format = ""
+    shared = 0
+    counts_elsewhere = 0
+    part_of = ""
     ready: Mark | None = None
     cargo: Cargo | None = None
 
@@ -71,6 +75,11 @@ class SlotEntry:
     def title(self) -> str:
         """``layer/op.slot``; all that nobody named is one slot of its layer."""
         return slot_title(self.visit.layer, self.op, self.slot)
+
+    @property
+    def whole(self) -> str:
+        """As `SlotRecord.whole`."""
+        return self.part_of or self.title
 
     @property
     def label(self) -> Label:

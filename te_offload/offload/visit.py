@@ -24,6 +24,7 @@ from te_offload.offload.others import OtherSlots
 from te_offload.offload.plain import has_storage, is_plain
 from te_offload.offload.record import Phase
 from te_offload.offload.saved import Saved, SavedWrapper, SlotEntry, give_out
+from te_offload.offload.shares import Shares
 from te_offload.offload.states import RELEASED
 from te_offload.offload.unmoved import Unmoved, without_graph
 from te_offload.ops import te_adapter
@@ -72,7 +73,7 @@ class LayerVisit(SlotObserver, StorageObserver):
     Attributes:
         key: layer and forward. mover: who copies. number: of this forward among those of the step.
         cargos: what left the device, in the order in which it was saved. read: whether the backward has read of it.
-        aborted: whether it raised.
+        aborted: whether it raised. shared: memory that several of its slots hold.
         keep: why all of this forward stays on the device, if it does; it is recorded all the same.
         began, ended, needed: marks of the forward (if that is timed; its end also where a slot has no mark of its own), and
             of the first read; none where it is left alone.
@@ -90,6 +91,7 @@ class LayerVisit(SlotObserver, StorageObserver):
         self.exempt_bytes = 0
         self.read = False
         self.aborted = False
+        self.shared: Shares = {}
         self.number = len(engine.visits)
         self.ahead = 0  # bytes that are back before the backward has come here
         self.sent = 0  # bytes that have begun to leave
@@ -309,7 +311,7 @@ class LayerVisit(SlotObserver, StorageObserver):
                 tensor = reference() if None in owners else None
                 if tensor is not None and is_plain(tensor):
                     self._others.staying.add(storage_key(tensor))
-            going, staying = decide(
+            going, staying, self.shared = decide(
                 self.entries,
                 self._owned_storages,
                 self._others.staying,
@@ -357,7 +359,7 @@ class LayerVisit(SlotObserver, StorageObserver):
         return known[self.layer]
 
     def _keep(self, load: Load, mover: Mover) -> None:
-        cargo = Cargo(load.entry.label, load.entry.nbytes, ())
+        cargo = Cargo(load.entry.label, load.entry.nbytes - load.entry.counts_elsewhere, ())
         self._watch(cargo, load.handles)
         self.kept.append(cargo)
         mover.keep(cargo)

@@ -11,7 +11,7 @@ from typing import Any
 
 from te_offload.offload.record import StepRecord
 
-SCHEMA = "2.7"
+SCHEMA = "2.8"
 
 
 def step_as_dict(step: StepRecord) -> dict[str, Any]:
@@ -34,5 +34,6 @@ def step_as_dict(step: StepRecord) -> dict[str, Any]:
     ]
     values["windows"] = [dataclasses.asdict(window) for window in step.windows]
     values["device_peaks"] = [{**dataclasses.asdict(peak), "phase": peak.phase.value} for peak in step.device_peaks]
+    values["shared_memory"] = [dataclasses.asdict(piece) for piece in step.shared_memory]
     values["residency"] = [dataclasses.asdict(moment) for moment in step.residency]
     return values

@@ -125,8 +125,9 @@ def budget_lines(step: StepRecord, budget: int | None) -> str:
         if row.holds_memory:
             kept.setdefault((row.layer, row.forward), []).append(row)
     lines = []
+    held = step.bytes_of(lambda row: row.holds_memory)
     for (layer, forward), rows in kept.items():
-        nbytes = sum(row.nbytes for row in rows)
+        nbytes = held[layer, forward]
         if budget is not None and nbytes > budget:
             names = ", ".join(f"{row.name} ({format_bytes(row.nbytes)}, {row.reason.value})" for row in rows)
             lines.append(

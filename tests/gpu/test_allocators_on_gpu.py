@@ -58,3 +58,11 @@ def test_demo_trains_with_equal_bits_where_nothing_is_cached(monkeypatch: pytest
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     text = run_under("", "te_offload", "demo", "--device", "cuda", "--steps", "2", "--out", str(tmp_path))
     assert "offloaded" in text
+
+
+@pytest.mark.parametrize("setting", ["", "expandable_segments:True", "backend:cudaMallocAsync"])
+def test_steps_are_within_a_limit_of_the_device(setting: str) -> None:
+    text = run_under(setting, "tests.support.limited_steps")
+    assert "within the limit: " in text, text
+    if setting:  # there is nothing to fill in segments that grow and shrink, nor where there are none
+        assert "filled [0]" in text, text

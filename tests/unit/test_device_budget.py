@@ -343,7 +343,11 @@ def test_filled_are_whole_segments_that_nobody_uses_the_largest_first_as_far_as_
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     monkeypatch.setattr(torch, "empty", lambda nbytes, **_: made.append(nbytes))
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert len(fill_unused(torch.device("cuda", 0), 85)) == 2 and made == [50, 30]
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert fill_unused(torch.device("cuda", 0), 85) == []
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert fill_unused(torch.device("cpu"), 85) == []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert fill_unused(torch.device("cuda", 0), 85) == []

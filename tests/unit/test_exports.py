@@ -25,6 +25,7 @@ def test_public_names() -> None:
         "PlannedSlot",
         "Reason",
         "Residency",
+        "SharedMemory",
         "SlotName",
         "SlotRecord",
         "StepRecord",

@@ -12,10 +12,11 @@ import pytest
 
 from te_offload import Fate, Outcome, Plan, PlannedSlot, Reason, SlotName, SlotRecord, StepRecord, Window
 from te_offload.errors import ArgumentError, ArgumentTypeError, BudgetError, PlanError
-from te_offload.offload.choice import bytes_by_slot, check_host_limit, make_plan
+from te_offload.offload.choice import check_host_limit, make_plan
 from te_offload.offload.forecast import bounds_for, parcels_of, work_of
 from te_offload.offload.planner import merge_records
 from te_offload.offload.policy import Policy
+from te_offload.offload.slot_bytes import bytes_by_slot
 from te_offload.offload.timeline import Bounds, Link, simulate
 
 MIB = 2**20

@@ -118,6 +118,8 @@ def test_json_has_a_schema_and_survives_a_round_trip() -> None:
         "exposed_ms": 0.0,
         "format": "",
         "sizes": [4 * 2**20],
+        "shared": 0,
+        "part_of": "",
         "out_gbs": None,
         "back_gbs": None,
     }
