@@ -39,6 +39,7 @@ from te_offload.units import format_bytes
 _BRUTE_FORCE = 12  # slots of a layer up to which all choices are tried
 _FEWER = (0.75, 0.5, 0.25, 0.0)  # of the bytes in flight; with none there is one slot each way
 _QUICKER = 1.05  # times as long a step is foreseen with a plan that there is as with another, and it stays
+_ROOM_TAKES = 1.1  # times as long a step may be foreseen with room for the holes of what leaves late as without
 _AS_QUICK = 1.01  # times as long as with the quickest plan a step may be foreseen with one that sends less
 _KINDS = 4  # of slots, those of the most bytes, that may go first of all for a limit of the device
 
@@ -79,6 +80,11 @@ class _Steps:
         self._given = bounds
         self._work = work_of(record)
         self._layers = self.bytes.layers
+
+    @property
+    def work_ms(self) -> float:
+        """How long a step takes in which nobody waits."""
+        return sum(item.ms + item.rest_ms for item in self._work)
 
     @property
     def bounds_are_given(self) -> bool:
@@ -201,7 +207,7 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
     most = steps.bounds(everything)  # to look for those of each choice takes too long
     took = 0 if record.device_peak is None else record.device_peak.nbytes
     seen = None  # in the first steps copies have no pace yet
-    found: list[tuple[Choice, Bounds]] = []
+    chosen: tuple[Forecast, Choice, Bounds, bool] | None = None
     stays: tuple[Choice, Bounds] | None = None
     ran = None if before is None else before.foreseen
     if before is not None and ran is not None:
@@ -228,6 +234,7 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
     has_room = stays is not None and ran is not None and ran.holes
     # Where what leaves late must not count as gone; or may, if that is too much, also for a plan that there is.
     for holes in (True,) if has_room else (True, False):
+        found: list[tuple[Choice, Bounds]] = []
         gated = dataclasses.replace(most, gates=steps.gates(budget_with(most), most, holes=holes))
         ways = (gated, most, *(() if steps.bounds_are_given or not everything else fewer))
         for bounds in dict.fromkeys(ways):  # gates are none where memory is short in backwards alone
@@ -236,13 +243,19 @@ def _within_device(policy: Policy, steps: _Steps, before: Plan | None) -> Plan:
             if any(not steps.forecast(choice, bounds, in_pieces=True).waiting_ms for choice in choices):
                 break  # with fewer in flight nothing is quicker
         if found:
+            best = steps.fewest_bytes_of_the_quickest(found)
+            forecast = steps.forecast(*best, in_pieces=True)
+            if chosen is None or chosen[0].step_ms > _ROOM_TAKES * forecast.step_ms:
+                chosen = forecast, *best, holes
+        if chosen is not None and chosen[0].step_ms <= _ROOM_TAKES * steps.work_ms:
             break
     least = budget_with(bounds)
-    if not found and before is None and min(took, least.peak(everything).nbytes) > limit:
+    if chosen is None and before is None and min(took, least.peak(everything).nbytes) > limit:
         raise least.too_small(everything, in_flight_is_given=steps.bounds_are_given)
-    found = found or [stays or (everything, bounds)]
-    going, bounds = steps.fewest_bytes_of_the_quickest(found)
-    forecast = steps.forecast(going, bounds, in_pieces=True)
+    if chosen is None:
+        last = stays or (everything, bounds)
+        chosen = steps.forecast(*last, in_pieces=True), *last, False
+    forecast, going, bounds, holes = chosen
     if stays is not None:
         as_before = steps.forecast(*stays, in_pieces=True)
         if as_before.step_ms <= _QUICKER * forecast.step_ms:
