@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from te_offload.errors import PlanError
-from te_offload.offload.choice import check_host_limit, given_bounds, make_plan
+from te_offload.offload.choice import check_host_limit, make_plan
 from te_offload.offload.decide import Rules
 from te_offload.offload.engine import Engine
+from te_offload.offload.likely_steps import given_bounds
 from te_offload.offload.link import probe_link
 from te_offload.offload.plan import Plan
 from te_offload.offload.policy import Policy

@@ -12,10 +12,11 @@ import torch
 
 from te_offload import DevicePeak, Fate, Phase, Plan, Reason, SlotName, StepRecord
 from te_offload.errors import ArgumentError, BudgetError, PlanError
-from te_offload.offload.choice import _orders, make_plan
+from te_offload.offload.choice import make_plan
 from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go, gates_of
 from te_offload.offload.device_memory import Watermarks, fill_unused, give_back_unused
 from te_offload.offload.forecast import parcels_of, work_of
+from te_offload.offload.likely_steps import orders_of
 from te_offload.offload.planner import merge_records
 from te_offload.offload.timeline import Bounds, Departures, Foreseen, Key, Levels, Pace, Parcel, Work, follow
 from te_offload.report.table import device_lines
@@ -156,7 +157,7 @@ def test_what_leaves_shortly_before_a_loss_leaves_a_hole_that_counts() -> None:
 
 def test_orders_of_micro_batches_begin_with_those_that_are_there_or_take_all_of_each_slot() -> None:
     slots = {(f"layer{layer}/0.{kind}", batch): 1 for batch in (0, 1) for layer in (0, 1) for kind in ("x", "y")}
-    saved, x_first, y_first, *others = _orders(slots, None, {key for key in slots if key[1] == 1})
+    saved, x_first, y_first, *others = orders_of(slots, None, {key for key in slots if key[1] == 1})
     assert saved == list(slots) and len(others) == 4
     second = [key for key in saved if key[1] == 1]
     assert [order[:4] for order in others[:3]] == [
@@ -164,8 +165,8 @@ def test_orders_of_micro_batches_begin_with_those_that_are_there_or_take_all_of_
         *[[key for key in one if key[1]] for one in (x_first, y_first)],
     ]
     assert [key[1] for key in others[3]] == [0, 1] * 4
-    assert _orders(slots, None, slots)[:3] == [saved, x_first, y_first]  # all are there
-    assert _orders(slots) == [saved, x_first, y_first]
+    assert orders_of(slots, None, slots)[:3] == [saved, x_first, y_first]  # all are there
+    assert orders_of(slots) == [saved, x_first, y_first]
 
 
 def test_what_a_forward_hands_on_is_there_with_all_that_it_has_saved_itself() -> None:
