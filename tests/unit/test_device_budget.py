@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from te_offload import DevicePeak, Fate, Phase, Plan, Reason, SlotName, StepRecord
-from te_offload.errors import ArgumentError, BudgetError, PlanError
+from te_offload.errors import ArgumentError, BudgetError, PlanError, UnsupportedError
 from te_offload.offload.choice import make_plan
 from te_offload.offload.device_budget import Choice, DeviceBudget, as_they_go, gates_of
-from te_offload.offload.device_memory import Watermarks, fill_unused, give_back_unused
+from te_offload.offload.device_memory import Watermarks, fill_unused, give_back_unused, watermarks_of
 from te_offload.offload.forecast import parcels_of, work_of
 from te_offload.offload.likely_steps import orders_of
 from te_offload.offload.planner import merge_records
@@ -367,6 +367,24 @@ def test_each_peak_is_of_its_own_window() -> None:
     assert [peak.nbytes for peak in found] == [30, 10, 20, 40]
     assert [peak.phase for peak in found] == [Phase.BEFORE, Phase.FORWARD, Phase.AFTER, Phase.BACKWARD]
     assert marks.end() == ()
+
+
+def test_peaks_are_torchs_and_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats: dict[str, Any] = {"allocated_bytes": {"all": {"current": 3, "peak": 8}}}
+    began: list[torch.device] = []
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda of: stats if of == device else {})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", began.append)
+    marks = watermarks_of(device)
+    marks.begin()
+    assert [peak.nbytes for peak in marks.end()] == [8] and began == [device, device]
+    for counts_nothing in ({"allocated_bytes": {"all": {"peak": 0}}}, {}):
+        stats.clear()
+        stats.update(counts_nothing)
+        with pytest.raises(UnsupportedError, match="torch's allocator does not count here"):
+            marks.begin()
+    with pytest.raises(ArgumentError, match="the layers are on cpu"):
+        watermarks_of(torch.device("cpu"))
 
 
 def test_report_says_where_the_peak_was_and_by_how_much_it_missed_the_limit() -> None:
