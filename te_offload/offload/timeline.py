@@ -228,12 +228,23 @@ def departures_of(
         ends += sum(sizes) / rate
         over[item.key] = tuple(slots)
     after = {item.key: number + 1 for number, item in enumerate(work) if not item.backward}
+    sent: list[Key] = []  # and not read
+    seen = first = covered = 0  # of them all before the first one have left by the gate before: so many bytes
     for key, needed in gates:
-        read = {item.key for item in work[: after[key]] if item.backward}
-        for item in work[: after[key]]:
-            if needed > 0 and item.key not in read and item.key in over:
-                over[item.key] = _no_later_than(after[key], over[item.key], needed)
-                needed -= over[item.key][-1][0]
+        for item in work[seen : after[key]]:
+            if not item.backward and item.key in over:
+                sent.append(item.key)
+            elif item.backward and item.key in sent:
+                sent.remove(item.key)
+                first = covered = 0
+        seen = after[key]
+        while first < len(sent) and covered < needed:
+            slots = over[sent[first]]
+            over[sent[first]] = _no_later_than(seen, slots, needed - covered)
+            if covered + slots[-1][0] > needed:
+                break
+            covered += slots[-1][0]
+            first += 1
     return Departures(after, over)
 
 
