@@ -239,11 +239,10 @@ def departures_of(
                 first = covered = 0
         seen = after[key]
         while first < len(sent) and covered < needed:
-            slots = over[sent[first]]
-            over[sent[first]] = _no_later_than(seen, slots, needed - covered)
-            if covered + slots[-1][0] > needed:
+            over[sent[first]] = mine = _no_later_than(seen, over[sent[first]], needed - covered)
+            if covered + mine[-1][0] > needed:
                 break
-            covered += slots[-1][0]
+            covered += mine[-1][0]
             first += 1
     return Departures(after, over)
 
