@@ -303,6 +303,21 @@ def test_gate_of_a_later_micro_batch_is_for_what_was_not_read_before() -> None:
     found = departures_of(work, parcels, LINK, ((("layer1", 1), 30),)).over
     assert {key for key in free if found[key] != free[key]} == {("layer0", 1)}
     assert found["layer0", 1] == ((40, 6),)
+    gates = ((("layer1", 0), 40), (("layer1", 1), 30))  # what left by the first one was read since
+    both = departures_of(work, parcels, LINK, gates).over
+    assert {key for key in free if both[key] != free[key]} == {("layer0", 0), ("layer0", 1)}
+    assert both["layer0", 1] == ((40, 6),)
+
+
+def test_gate_goes_on_within_the_forward_of_which_the_one_before_has_a_part() -> None:
+    slow = Link(out=0.1, back=0.1, out_duplex=0.1, back_duplex=0.1)
+    parcels = {("layer0", 0): [Parcel(10, True)] * 3, ("layer1", 0): [Parcel(10, True)] * 2}
+    work = stack(4, 2.0, 4.0)
+    never = len(work) + 1
+    gates = ((("layer1", 0), 10), (("layer2", 0), 20), (("layer3", 0), 40))
+    found = departures_of(work, parcels, slow, gates).over
+    assert found["layer0", 0] == ((10, 2), (20, 3), (30, 4))
+    assert found["layer1", 0] == ((10, 4), (20, never))
 
 
 def test_what_was_read_where_it_was_is_held_until_its_copy_is_over() -> None:
