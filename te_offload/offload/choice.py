@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from te_offload.errors import BudgetError
 from te_offload.offload.device_budget import Choice
@@ -24,9 +24,6 @@ from te_offload.slots import Reason
 from te_offload.units import format_bytes
 
 _BRUTE_FORCE = 12  # slots of a layer up to which all choices are tried
-
-
-# The choice ---------------------------------------------------------------------------------------------------------
 
 
 def check_host_limit(limit: int, record: StepRecord) -> None:
@@ -69,7 +66,7 @@ def make_plan(
     if policy.device_limit is not None:
         going, found, foreseen = within_device(policy.device_limit, steps, before)
         if policy.host_limit is not None:
-            _fit_host(policy, list(steps.slots), steps.slots, going, lambda _: found)
+            _fit_host(policy, list(steps.slots), going, lambda _: found)
         return _plan_of(steps, going, found, foreseen)
     order = list(steps.slots)
     going = min(_choices(policy, record, steps.bytes), key=lambda choice: steps.cost(choice, steps.bounds(choice)))
@@ -82,7 +79,7 @@ def make_plan(
         going = _keep_the_last(order, going, forecast)
     going = _keep_more(policy.keep_more, order, steps.bytes, going)
     if policy.host_limit is not None:
-        going = _fit_host(policy, order, steps.slots, going, forecast)
+        going = _fit_host(policy, order, going, forecast)
     return _plan_of(steps, going, forecast(going))
 
 
@@ -163,7 +160,6 @@ def _keep_more(nbytes: int, order: Sequence[tuple[str, int]], of: SlotBytes, goi
 def _fit_host(
     policy: Policy,
     order: Sequence[tuple[str, int]],
-    slots: Mapping[tuple[str, int], int],
     going: Choice,
     forecast: Callable[[Choice], Forecast],
 ) -> Choice:

@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def bytes_going(self) -> int:
-        """Bytes of the slots that go."""
+        """Bytes of the slots that go; those that several share count in each of them."""
         return sum(slot.nbytes for slot in self.slots if slot.goes)
 
     def drift(self, found: Mapping[tuple[str, int], int]) -> float:

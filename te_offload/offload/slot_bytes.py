@@ -38,20 +38,19 @@ def bytes_by_slot(record: StepRecord) -> dict[SlotKey, int]:
 
 def rows_that_may_go(record: StepRecord) -> list[SlotRecord]:
     """Also of those that stayed, or parts of them, since they share memory with slots that may go and did not."""
-    aliases = [row for row in record.slots if row.reason is Reason.ALIAS and row.shared]
+    beside: dict[SlotKey, set[SlotKey]] = {}  # of each slot those that share memory with it
+    for piece in record.shared_memory:
+        holders = [(name, piece.forward) for name in piece.slots]
+        for holder in holders:
+            beside.setdefault(holder, set()).update(holders)
+    aliases = {row for row in record.slots if row.reason is Reason.ALIAS and row.shared}
     while True:
         rows = [row for row in record.slots if may_go(row) or row in aliases]
         keys = {(row.whole, row.forward) for row in rows}
-        free = [row for row in aliases if all(keys.issuperset(holders) for holders in _with(row, record))]
-        if len(free) == len(aliases):
+        stuck = {row for row in aliases if not keys.issuperset(beside.get((row.whole, row.forward), ()))}
+        if not stuck:
             return rows
-        aliases = free
-
-
-def _with(row: SlotRecord, record: StepRecord) -> list[list[SlotKey]]:
-    """The slots of each piece of memory that one of them has."""
-    pieces = [piece for piece in record.shared_memory if piece.forward == row.forward and row.whole in piece.slots]
-    return [[(name, piece.forward) for name in piece.slots] for piece in pieces]
+        aliases -= stuck
 
 
 class SlotBytes:
