@@ -1,8 +1,8 @@
 """A model with attention and a large vocabulary within limits of the device's memory, and what a step then takes.
 
     ./run benchmarks.device_limits [--layers 8] [--experts 64] [--hidden 2048] [--ffn 1408] [--sequences 4] [--length 4096]
-                                   [--vocabulary 50304] [--fp8] [--rounds 20] [--limits 0.25 0.5 0.75]
-                                   [--only TEXT ...] [--least-card] [--json FILE]
+                                   [--vocabulary 50304] [--fp8] [--weights-made-again] [--rounds 20]
+                                   [--limits 0.25 0.5 0.75] [--only TEXT ...] [--least-card] [--json FILE]
 
 Blocks of norm, causal attention, norm and our grouped MLP (SwiGLU, fused; gradients go into float32 `main_grad`), a head,
 and cross entropy over logits in float32: a step's peak is nobody's layer. Ways run one after the other on the same weights:
@@ -12,9 +12,10 @@ blocks for every number of layers that it takes. Milliseconds are of the host's 
 synchronization, medians (least, most) of rounds after 12 steps. GiB are the most that torch had allocated in any step from
 the third on, those reserved the most that its allocator had taken of the card by then; between two ways it gives back what
 it can. For each limit the table says which number of layers of Transformer Engine's meets it soonest. With `--fp8` the
-experts run in FP8 (`Float8CurrentScaling`); all else stays in bf16. With `--least-card` each way runs again on cards made
-smaller (`torch.cuda.set_per_process_memory_fraction`): the least GiB, to an eighth, that torch's allocator had to have, how
-long steps took then, and how often it had to give back what it held and ask again.
+experts run in FP8 (`Float8CurrentScaling`), all else stays in bf16; with `--weights-made-again` too, no quantized weights
+stay from a forward to its backward. With `--least-card` each way runs again on cards made smaller
+(`torch.cuda.set_per_process_memory_fraction`): the least GiB, to an eighth, that torch's allocator had to have, how long
+steps took then, and how often it had to give back what it held and ask again.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Block(torch.nn.Module):
         )
         self.out = torch.nn.Linear(hidden, hidden, bias=False, **like)
         linear: dict[str, Any] = {"bias": False, "accumulate_into_main_grad": True, **like}
+        linear["keep_quantized_weight"] = not sizes.weights_made_again
         self.experts = te.ops.Sequential(
             ops.GroupedLinear(sizes.experts, hidden, 2 * ffn, **linear),
             ops.ScaledSwiGLU(),
@@ -326,6 +328,7 @@ def main() -> None:
     parser = parser_of_sizes(__doc__, "no offloading, and a session that sends all", SIZES)
     parser.add_argument("--limits", type=float, nargs="+", default=(0.25, 0.5, 0.75), help="shares of the way down")
     parser.add_argument("--fp8", action="store_true", help="under te.autocast with Float8CurrentScaling")
+    parser.add_argument("--weights-made-again", action="store_true", help="keep_quantized_weight=False")
     parser.add_argument("--least-card", action="store_true", help="run each way again on smaller and smaller cards")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -333,6 +336,8 @@ def main() -> None:
     head = setting(arguments.rounds)
     print(", ".join(f"{key} {value}" for key, value in head.items()))
     form = "experts in FP8" if arguments.fp8 else "bf16"
+    if arguments.weights_made_again:
+        form += ", weights made again"
     print(", ".join([*(f"{name} {getattr(arguments, name)}" for name in SIZES), form]), flush=True)
     model = Model(arguments, fp8=arguments.fp8)
     at_rest = _at_rest(model)
@@ -357,7 +362,8 @@ def main() -> None:
         print("\n" + table_of_cards(cards, rows))
     if arguments.json:
         sizes = {name: getattr(arguments, name) for name in SIZES}
-        result = {"schema": "1.3", **head, "sizes": sizes, "fp8": arguments.fp8, "rows": rows, "least_cards": cards}
+        how = {"fp8": arguments.fp8, "weights_made_again": arguments.weights_made_again}
+        result = {"schema": "1.4", **head, "sizes": sizes, **how, "rows": rows, "least_cards": cards}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

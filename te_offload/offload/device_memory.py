@@ -1,9 +1,8 @@
 """How much memory of the device torch's allocator had given out at the most, window by window of a step.
 
-In: the borders between windows, when the step passes them. Out: a `DevicePeak` for each window; what the allocator holds
-and nobody uses, given back or filled. Keeps true: each peak is of its window alone. Does not: count what is not torch's, or
-what the allocator holds and nobody has asked for; leave torch's own peak statistics as they are, which begin anew at each
-border.
+In: the borders between windows, when the step passes them. Out: a `DevicePeak` for each window, and how much of the device
+the allocator had taken; what it holds and nobody uses, given back or filled. Keeps true: each peak is of its window alone.
+Does not: count what is not torch's; leave torch's own peak statistics as they are, which begin anew at each border.
 """
 
 from __future__ import annotations
@@ -22,10 +21,15 @@ class Watermarks:
 
     Args:
         read: gives the most bytes that were allocated since it was called last.
+        taken: gives the most that the allocator had taken of the device in the time of which `read` told last.
+
+    Attributes:
+        reserved: the most that it had taken in the last step that ended.
     """
 
-    def __init__(self, read: Callable[[], int]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], int], taken: Callable[[], int] = lambda: 0) -> None:
+        self._read, self._taken = read, taken
+        self.reserved = 0
         self._window: tuple[str, int, Phase] | None = None
         self._held = self._filled = 0
         self._peaks: list[DevicePeak] = []
@@ -33,13 +37,14 @@ class Watermarks:
     def begin(self) -> None:
         """A step begins."""
         self._read()
-        self._peaks = []
+        self._peaks, self.reserved = [], 0
         self._window, self._held, self._filled = ("", 0, Phase.BEFORE), 0, 0
 
     def border(self, layer: str, forward: int, phase: Phase) -> None:
         """The window of a step ends, if one is open, and another one begins."""
         if self._window is not None:
             self._peaks.append(DevicePeak(*self._window, self._read() - self._filled, self._held))
+            self.reserved = max(self.reserved, self._taken())
             self._window, self._filled = (layer, forward, phase), 0
 
     def holds(self, nbytes: int) -> None:
@@ -66,19 +71,24 @@ def watermarks_of(device: torch.device) -> Watermarks:
     if device.type != "cuda":
         raise ArgumentError(f"device_limit is of a GPU's memory, but the layers are on {device}.")
 
+    taken = 0
+
     def read() -> int:
         # Not `memory_stats`, which takes the host 0.1 ms to flatten and sort what is asked for in each phase.
-        found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {})
-        peak: int = found.get("all", {}).get("peak", 0)
+        found = torch.cuda.memory_stats_as_nested_dict(device)
+        nonlocal taken
+        peak, taken = (
+            found.get(name, {}).get("all", {}).get("peak", 0) for name in ("allocated_bytes", "reserved_bytes")
+        )
         torch.cuda.reset_peak_memory_stats(device)
         if not peak:
             raise UnsupportedError(
                 "device_limit: torch's allocator does not count here (PYTORCH_NO_CUDA_MEMORY_CACHING=1?), so that nobody "
                 "knows what a step takes. Leave device_limit out, or that setting."
             )
-        return peak
+        return int(peak)
 
-    return Watermarks(read)
+    return Watermarks(read, lambda: taken)
 
 
 def give_back_unused(device: torch.device) -> None:

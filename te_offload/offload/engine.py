@@ -284,6 +284,7 @@ class Engine:
                 host_failure=self.pool.failure,
                 unseen=unseen,
                 device_peaks=peaks,
+                device_reserved=self.watermarks.reserved if self.watermarks is not None and peaks else 0,
             )
         )
 

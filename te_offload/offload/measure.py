@@ -47,6 +47,7 @@ class FinishedStep:
     host_failure: str | None
     unseen: int
     device_peaks: tuple[DevicePeak, ...]
+    device_reserved: int
 
     def is_over(self) -> bool:
         """Whether the device has passed all of its marks."""
@@ -110,6 +111,7 @@ def resolve(step: FinishedStep, transfer: Transfer) -> StepRecord:
         out_ms=0.0 if clock is None else sum(duration(clock, cargo.out) for cargo in copies if cargo.out),
         back_ms=0.0 if clock is None else sum(duration(clock, cargo.back) for cargo in copies if cargo.back),
         device_peaks=step.device_peaks,
+        device_reserved=step.device_reserved,
         shared_memory=tuple(
             SharedMemory(visit.layer, visit.forward, names, nbytes)
             for visit in step.visits

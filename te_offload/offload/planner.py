@@ -203,8 +203,13 @@ def merge_records(records: Sequence[StepRecord]) -> StepRecord:
     for piece in itertools.chain.from_iterable(record.shared_memory for record in records):
         key = piece.layer, piece.forward, piece.slots
         shared[key] = max(piece, shared.get(key, piece), key=lambda piece: piece.nbytes)
-    together = tuple(shared.values())
-    return dataclasses.replace(first, slots=tuple(slots), device_peaks=tuple(peaks), shared_memory=together)
+    return dataclasses.replace(
+        first,
+        slots=tuple(slots),
+        device_peaks=tuple(peaks),
+        device_reserved=max(record.device_reserved for record in records),
+        shared_memory=tuple(shared.values()),
+    )
 
 
 def _largest_peak(peaks: Sequence[DevicePeak]) -> DevicePeak:

@@ -220,6 +220,8 @@ class StepRecord:
         step_ms: the device's time from the step's begin to its end, that wait included.
         out_ms, back_ms: time during which a copy out, or back, was under way.
         device_peaks: of each phase in order, what torch had allocated; in timed steps under a ``device_limit`` alone.
+        device_reserved: most bytes that torch's allocator had taken of the device in such a step, which a card must have
+            room for unless the allocator can give some back; else 0.
         shared_memory: what several slots of a forward hold.
     """
 
@@ -253,6 +255,7 @@ class StepRecord:
     out_ms: float
     back_ms: float
     device_peaks: tuple[DevicePeak, ...] = ()
+    device_reserved: int = 0
     shared_memory: tuple[SharedMemory, ...] = ()
 
     def bytes_of(self, counts: Callable[[SlotRecord], bool]) -> dict[tuple[str, int], int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from te_offload.offload.record import StepRecord
 
-SCHEMA = "2.8"
+SCHEMA = "2.9"
 
 
 def step_as_dict(step: StepRecord) -> dict[str, Any]:

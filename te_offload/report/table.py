@@ -148,9 +148,14 @@ def device_lines(step: StepRecord, limit: int | None) -> str:
         return ""
     more = peak.nbytes - limit
     found = f"{format_bytes(more)} more than" if more > 0 else "within"
+    taken = (
+        f" Its allocator had taken up to {format_bytes(step.device_reserved)} of the device."
+        if step.device_reserved
+        else ""
+    )
     return (
         f"Torch had at most {format_bytes(peak.nbytes)} allocated on the device ({peak.name}): {found} device_limit, "
-        f"{format_bytes(limit)}.\n"
+        f"{format_bytes(limit)}.{taken}\n"
     )
 
 

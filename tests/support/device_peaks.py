@@ -18,12 +18,22 @@ STEPS = 20
 
 
 def peak_of_steps(
-    layers: Iterable[torch.nn.Module], step: Callable[[int], Any], **arguments: Any
+    layers: Iterable[torch.nn.Module],
+    step: Callable[[int], Any],
+    *,
+    told: Callable[[OffloadSession | None], None] | None = None,
+    **arguments: Any,
 ) -> tuple[int, int, OffloadSession]:
-    """Of any step from the third on, and bytes out of the last one. ``step`` is given its number."""
+    """Of any step from the third on, and bytes out of the last one.
+
+    Args:
+        step: is given its number. told: is given the session before, for its regions, and ``None`` after.
+    """
     gc.collect()  # or models of tests before are let go of in between
     peaks: list[int] = []
     with OffloadSession(layers, min_bytes=0, **arguments) as session:
+        if told is not None:
+            told(session)
         for number in range(STEPS):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -32,6 +42,8 @@ def peak_of_steps(
             torch.cuda.synchronize()
             peaks.append(peak_of_one(session, number))
         out = session.records[-1].bytes_out
+        if told is not None:
+            told(None)
     return max(peaks[2:]), out, session
 
 
@@ -40,6 +52,6 @@ def peak_of_one(session: OffloadSession, number: int) -> int:
     peak = torch.cuda.max_memory_allocated()
     record = session.records[-1]
     if record.device_peak is not None and record.index == number:
-        assert record.device_peak.held <= record.device_peak.nbytes
+        assert record.device_peak.held <= record.device_peak.nbytes <= record.device_reserved
         peak = max(peak, record.device_peak.nbytes)
     return peak

@@ -287,6 +287,8 @@ def test_ranks_plan_from_the_largest_of_their_peaks() -> None:
     for mine, its, merged in zip(one.device_peaks, other.device_peaks, both.device_peaks, strict=True):
         assert merged.nbytes == max(mine.nbytes, its.nbytes)
         assert merged.nbytes - merged.held == max(mine.nbytes - mine.held, its.nbytes - its.held)
+    reserved = [dataclasses.replace(one, device_reserved=nbytes) for nbytes in (5, 9, 7)]
+    assert merge_records(reserved).device_reserved == 9
     less = [dataclasses.replace(peak, nbytes=peak.nbytes - 1, held=peak.held // 2) for peak in one.device_peaks]
     merged = merge_records([one, dataclasses.replace(one, device_peaks=tuple(less))]).device_peaks[-1]
     assert (
@@ -369,15 +371,35 @@ def test_each_peak_is_of_its_own_window() -> None:
     assert marks.end() == ()
 
 
+def test_what_the_allocator_took_is_the_most_of_any_window_of_one_step() -> None:
+    reads = iter((50, 30, 40, 20, 60, 35))
+    now: list[int] = []
+
+    def read() -> int:
+        now.append(next(reads))
+        return 1
+
+    marks = Watermarks(read, lambda: now[-1])
+    for borders, most in ((2, 40), (0, 35)):  # what was taken before a step began is not the step's
+        marks.begin()
+        for _ in range(borders):
+            marks.border("layer0", 0, Phase.FORWARD)
+        marks.end()
+        assert marks.reserved == most
+    assert next(reads, None) is None
+
+
 def test_peaks_are_torchs_and_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats: dict[str, Any] = {"allocated_bytes": {"all": {"current": 3, "peak": 8}}}
+    stats: dict[str, Any] = {"allocated_bytes": {"all": {"peak": 8}}, "reserved_bytes": {"all": {"peak": 13}}}
     began: list[torch.device] = []
     device = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda of: stats if of == device else {})
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", began.append)
     marks = watermarks_of(device)
     marks.begin()
+    assert marks.reserved == 0
     assert [peak.nbytes for peak in marks.end()] == [8] and began == [device, device]
+    assert marks.reserved == 13
     for counts_nothing in ({"allocated_bytes": {"all": {"peak": 0}}}, {}):
         stats.clear()
         stats.update(counts_nothing)
@@ -393,4 +415,7 @@ def test_report_says_where_the_peak_was_and_by_how_much_it_missed_the_limit() ->
     line = device_lines(step, step.device_peak.nbytes - 3 * MIB)
     assert "(layer2, backward): 3.0 MiB more than device_limit" in line
     assert "within device_limit" in device_lines(step, step.device_peak.nbytes)
+    assert "taken" not in line
+    taken = dataclasses.replace(step, device_reserved=3 << 30)
+    assert device_lines(taken, 1).endswith(" Its allocator had taken up to 3.0 GiB of the device.\n")
     assert device_lines(step, None) == device_lines(record(), 1) == ""
