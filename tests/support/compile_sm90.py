@@ -17,6 +17,7 @@ os.environ |= {"QUACK_ARCH": "90", "CUTE_DSL_ARCH": "sm_90a", "CUDA_VISIBLE_DEVI
 
 import quack.gemm_runtime.host
 import torch
+from quack.gemm_runtime.host import GemmEpiPlan, run_gemm_epi_plan
 from quack.gemm_sm90 import GemmSm90
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -79,11 +80,37 @@ class Launches:
         vars(fp8_current).update({"sm90_compile": compiled, "aligned": lambda x: x})
         vars(blocks).update({"sm90_compile": compiled, "aligned": lambda x: x})  # a fake one has no address
         vars(sm90).update({"get_max_active_clusters": any_number, "sm90_compile": compiled})
-        vars(sm90_launch)["run_gemm_epi_plan"] = self
+        vars(sm90_launch)["Ready"] = lambda plan: _Checked(self, plan)
         quack.gemm_runtime.host.get_max_active_clusters = any_number
 
     def __call__(self, *_: object, **__: object) -> None:
         self.count += 1
+
+
+class _Checked(sm90_launch.Ready):
+    """A launch that hands a kernel what QuACK's own would."""
+
+    def __init__(self, launches: Launches, plan: GemmEpiPlan) -> None:
+        self._launches = launches
+        self._given: list[tuple[Any, ...]] = []
+        self._plan = plan._replace(compiled_fn=lambda *given: self._given.append(given))
+        super().__init__(self._plan)
+
+    def __call__(self, a: Any, b: Any, d: Any, c: Any, values: Any, offsets: Any, count: Any) -> None:
+        pointer = None if count is None else SimpleNamespace(data_ptr=lambda: 4096)  # a fake tensor has none
+        super().__call__(a, b, d, c, values, offsets, pointer)  # type: ignore[arg-type]
+        run_gemm_epi_plan(self._plan, a, b, d, c, values, cu_seqlens_m=offsets, tile_count_semaphore=pointer)
+        ours, quacks = self._given
+        self._given.clear()
+        assert list(map(type, ours)) == list(map(type, quacks))
+        for one, other in zip(_parts(ours), _parts(quacks), strict=True):
+            assert one is other or (type(one), str(one)) == (type(other), str(other)), (one, other)
+        self._launches.count += 1
+
+
+def _parts(given: Any) -> list[Any]:
+    """All that is in tuples of tuples."""
+    return [part for one in given for part in _parts(one)] if isinstance(given, tuple) else [given]
 
 
 def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
