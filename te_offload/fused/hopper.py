@@ -21,7 +21,7 @@ from te_offload.fused import activations, parameters, quantized
 from te_offload.fused.calls import calls_of
 from te_offload.fused.grads import bias_grads, fc1_bias_grads, weight_grads, wide_scales
 from te_offload.fused.judge import SWITCH as SWITCH
-from te_offload.fused.judge import Judged, in_torch_arithmetic, judge, weight_of
+from te_offload.fused.judge import Judged, in_torch_arithmetic, judge
 from te_offload.fused.kernels.experts import TMA_BYTES
 from te_offload.fused.kernels.interface import Kernels, TileCount
 from te_offload.fused.stand_ins import stand_ins_of
@@ -134,9 +134,8 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         for op, splits in ((fc1, splits1), (fc2, splits2)):  # of which no kernel reads more than there are rows
             row_check.note(op, splits, input_.shape[:-1].numel())
         kernels = self._kernels_for(input_, way)
-        weight = weight_of(fc1, way)
-        assert weight is not None
-        dtype = weight.dtype
+        dtype = judged.dtype
+        assert dtype is not None
         bias1, bias2 = parameters.bias(fc1, dtype), parameters.bias(fc2, dtype)
         bias_scales = extra_inputs[2][1] if fc2._scale_bias else None
         x = _readable(te_adapter.maybe_dequantize(input_, dtype), fc1.in_features)
@@ -156,14 +155,14 @@ class HopperGroupedMLP(te.ops.FusedOperation):
         again = saves and bool(getattr(activation, "recompute_act_input", False))
         of_call: Any = scalings, offsets, counts, flat_scales, registered
         numbers = quantized.make_pass(way, kernels, fc1, fc2, *of_call, backward=saves, again=again)
-        wgrad1 = saves and parameters.first_weight(fc1).requires_grad
+        wgrad1 = saves and registered[0][0].requires_grad
         if numbers is not None:
             x = quantized.stored_input(fc1, numbers.quantize_input(x, wgrad=wgrad1), x, splits1)
         if saves:
             calls.kept_weight_bytes = quantized.kept_weight_bytes(way, fc1, fc2)
             ctx1.te_offload_quantized = way, numbers
             ctx1.weight_requires_grad = wgrad1
-            wgrad2 = ctx3.weight_requires_grad = parameters.first_weight(fc2).requires_grad
+            wgrad2 = ctx3.weight_requires_grad = registered[1][0].requires_grad
             ctx1.te_offload_rebuilt = False
             ctx2.te_offload_rebuilt = again
             ctx1.te_offload_fc1_again = (bias1, dtype, counts.fc1 is not None) if again else None

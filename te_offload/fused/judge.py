@@ -27,14 +27,16 @@ class Judged:
     """How one call runs.
 
     Attributes:
-        way: of its numbers. reason: why it does not run fused; ``None``: it does. scalings: of FC1 and FC2, if they are.
+        way: of its numbers. scalings: of FC1 and FC2, if they are. reason: why it does not run fused; ``None``: it does.
+        dtype: of the weights, if it does.
         stand_ins: of which of them one passes autograd in place of the parameters.
         registered: the weights of FC1 and of FC2, if they are known.
     """
 
     way: quantized.Way
-    reason: str | None
     scalings: list[Any]
+    reason: str | None = None
+    dtype: torch.dtype | None = None
     stand_ins: list[bool] = field(default_factory=lambda: [False, False])
     registered: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] | None = None
 
@@ -53,18 +55,21 @@ def judge(
     if way != quantized.DENSE:
         reference = in_torch_arithmetic(input_)
         scalings = [quantized.scaling_of(way, ops[place], reference=reference) for place in (0, 2)]
-    return Judged(way, _call_reason(ops, way, scalings, requires_grad, input_, extra_inputs), scalings)
+    judged = Judged(way, scalings)
+    judged.reason = _call_reason(ops, judged, requires_grad, input_, extra_inputs)
+    return judged
 
 
 def _call_reason(
     ops: Sequence[Any],
-    way: quantized.Way,
-    scalings: Sequence[Any],
+    judged: Judged,
     requires_grad: Sequence[bool],
     input_: torch.Tensor,
     extra_inputs: Sequence[Any],
 ) -> str | None:
+    """Why it does not run fused. Of one that does, ``judged`` is told the dtype."""
     fc1, activation, fc2 = ops
+    way = judged.way
     scales = extra_inputs[1][0]
     right = scales.shape == input_.shape[:-1] and scales.device == input_.device and scales.is_floating_point()
     if not right and not isinstance(activation, SlotOwner):  # ours raises its own error
@@ -84,15 +89,17 @@ def _call_reason(
         reason = activations.reason_quantized(activation, fc1.out_features, by_blocks=way != quantized.TENSOR_SCALES)
         if reason is not None:
             return reason
-    for op, scaling in zip((fc1, fc2), scalings, strict=True):
+    for op, scaling in zip((fc1, fc2), judged.scalings, strict=True):
         if isinstance(scaling, str):
             return scaling
-        weight = weight_of(op, way)
+        first = parameters.first_weight(op)
+        # All of an op are of one kind: Transformer Engine says so before each forward.
+        weight = first if quantized.takes_as_it_lies(way, first) else parameters.dense_weight(op, first)
         if weight is None:
             return "weights that are quantized, or no plain tensors"
         dtype = weight.dtype
         dtypes.append(dtype)
-        if te_adapter.is_distributed_weight(parameters.first_weight(op)):
+        if te_adapter.is_distributed_weight(first):
             return "distributed weights"
         if weight.device != device:
             return f"a weight is on {weight.device}, the input on {device}"
@@ -111,20 +118,13 @@ def _call_reason(
         for sizes in both:
             if not sizes.is_cuda:
                 return "the split sizes are on the CPU"
+    judged.dtype = dtypes[0]
     return None
 
 
 def in_torch_arithmetic(tensor: torch.Tensor) -> bool:
     """Whether a call with a tensor is computed by the reference."""
     return not tensor.is_cuda or os.environ.get(SWITCH) == "reference"
-
-
-def weight_of(op: Any, way: quantized.Way) -> torch.Tensor | None:
-    """A tensor of the weights' dtype and device; ``None`` if they are neither dense nor, where that goes, FP8. All of an op
-    are of one kind: Transformer Engine says so before each forward.
-    """
-    weight = parameters.first_weight(op)
-    return weight if quantized.takes_as_it_lies(way, weight) else parameters.dense_weight(op)
 
 
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:

@@ -61,11 +61,10 @@ def in_one(op: Any) -> bool:
     return op.single_grouped_weight or isinstance(op, GivenGroupedLinear)
 
 
-def dense_weight(op: Any) -> torch.Tensor | None:
+def dense_weight(op: Any, weight: Any) -> torch.Tensor | None:
     """A plain tensor of the weights' dtype and device, or ``None`` if they are quantized, or DTensors. To ask a grouped
-    weight itself takes the host ten times as long.
+    weight itself takes the host ten times as long. ``weight``: its `first_weight`.
     """
-    weight: Any = first_weight(op)
     if op.single_grouped_weight:
         dense: torch.Tensor | None = weight.rowwise_data
         return dense if dense is not None and dense.dtype.itemsize > 1 else None

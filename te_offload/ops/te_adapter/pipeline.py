@@ -34,6 +34,7 @@ _ALONE = "_te_offload_alone"  # where a pipeline keeps the fused op that is all 
 _COMPUTED = "_te_offload_computed"  # and whether its parameters are other than leaves of autograd's graph
 _CHECKED = "_te_offload_checked"  # and the names of its ops' parameters when they were found to be all there
 _IS_LEAF = operator.attrgetter("is_leaf")
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
 @functools.cache
@@ -226,7 +227,12 @@ def _run_alone(
     op.begin_call()
     kwargs = [{}] * len(inputs) if basic_op_kwargs is None else basic_op_kwargs
     call = op, inputs, kwargs, fuser._external_extra_input_slots
-    y: torch.Tensor = _OneOp.apply(input_, call, *itertools.chain.from_iterable(passed), *extra_inputs)  # type: ignore[no-untyped-call]
+    params = itertools.chain.from_iterable(passed)
+    if torch._C._are_functorch_transforms_active():
+        y: torch.Tensor = _OneOp.apply(input_, call, *params, *extra_inputs)  # type: ignore[no-untyped-call]
+    else:  # the same, but for torch's Python around it, which takes the host half a microsecond a tensor
+        input_, *extra_inputs = map(torch._C._functorch.unwrap_if_dead, (input_, *extra_inputs))
+        y = _apply_at_once(input_, call, *params, *extra_inputs)
     return y
 
 
@@ -259,8 +265,12 @@ class _OneOp(torch.autograd.Function):
             saved += context.to_save or ()
             context.to_save = None
             begins.append(len(saved))
-        kept, ctx.tensor_objects = prepare_for_saving(*saved)
-        ctx.save_for_backward(*kept)
+        if _PLAIN.issuperset(map(type, saved)):  # what `prepare_for_saving` would find out one by one
+            ctx.save_for_backward(*saved)
+            ctx.tensor_objects = [None] * len(saved)
+        else:
+            kept, ctx.tensor_objects = prepare_for_saving(*saved)
+            ctx.save_for_backward(*kept)
         updates = FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.is_first_fp8_module()
         ctx.call = op, contexts, begins, slots, updates
         y._do_not_clear = True
@@ -286,3 +296,6 @@ class _OneOp(torch.autograd.Function):
             *itertools.chain.from_iterable(params),
             *[extras[place][number] for place, number in slots],
         )
+
+
+_apply_at_once: Any = super(torch.autograd.Function, _OneOp).apply
