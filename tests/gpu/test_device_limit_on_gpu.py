@@ -14,7 +14,7 @@ from te_offload import OffloadSession
 from te_offload.fused import hopper
 from te_offload.graphs import CaptureState, capture
 from te_offload.offload.device_memory import fill_unused
-from tests.support.device_peaks import STEPS, peak_of_one, peak_of_steps
+from tests.support.device_peaks import STEPS, backward_of_a_wide_loss, peak_of_one, peak_of_steps
 from tests.support.layer_stack import Batch, Model, batches
 from tests.support.mlp import assert_same_bits
 
@@ -25,7 +25,7 @@ pytestmark = [
     ),
 ]
 
-LAYERS, LOGITS = 8, 64 << 20
+LAYERS = 8
 RECIPES: dict[str, Any] = {
     "bf16": None,
     "scale a tensor": Float8CurrentScaling,
@@ -46,9 +46,7 @@ def train(model: Model, batch: Batch, recipe: Any = None) -> dict[str, torch.Ten
     model.zero_grad(set_to_none=False)
     with contextlib.nullcontext() if recipe is None else te.autocast(enabled=True, recipe=recipe()):
         y = model(x, sizes, scales)
-    wide = torch.empty(LOGITS, dtype=torch.uint8, device="cuda").zero_()
-    (y.float().pow(2).mean() + wide[0]).backward()
-    del wide
+    backward_of_a_wide_loss(y)
     assert x.grad is not None
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {"x": x.grad, **found}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from te_offload import OffloadSession
-from tests.support.device_peaks import STEPS, peak_of_steps
+from tests.support.device_peaks import STEPS, backward_of_a_wide_loss, peak_of_steps
 from tests.support.mlp import assert_same_bits
 
 pytestmark = [
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-LAYERS, WIDTH, HEADS, SEQUENCES, LOGITS = 8, 1024, 8, 4, 64 << 20
+LAYERS, WIDTH, HEADS, SEQUENCES = 8, 1024, 8, 4
 OUTPUT = 2 * WIDTH  # bytes of a token's
 
 
@@ -68,9 +68,7 @@ def train(model: Model, x: torch.Tensor) -> dict[str, torch.Tensor]:
     x = x.detach().requires_grad_()
     model.zero_grad(set_to_none=False)
     y = model(x)
-    wide = torch.empty(LOGITS, dtype=torch.uint8, device="cuda").zero_()
-    (y.float().pow(2).mean() + wide[0]).backward()
-    del wide
+    backward_of_a_wide_loss(y)
     assert x.grad is not None
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {"x": x.grad, **found}

@@ -1,7 +1,7 @@
 """What torch's allocator had given out in the steps of a session within a limit of the device's memory.
 
-In: layers, a step. Out: the most bytes, what went, the session. Keeps true: a step's peak is that of all its parts, though
-the session has torch's statistics begin anew between them. Does not: make a model.
+In: layers, a step; what a loss is of. Out: the most bytes, what went, the session. Keeps true: a step's peak is that of all
+its parts, though the session has torch's statistics begin anew between them. Does not: make a model.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from te_offload import OffloadSession
 
 STEPS = 20
+LOGITS = 64 << 20  # bytes of a loss
 
 
 def peak_of_steps(
@@ -45,6 +46,12 @@ def peak_of_steps(
         if told is not None:
             told(None)
     return max(peaks[2:]), out, session
+
+
+def backward_of_a_wide_loss(y: torch.Tensor) -> None:
+    """The backward of a loss that takes memory of its own until it is over."""
+    wide = torch.empty(LOGITS, dtype=torch.uint8, device=y.device).zero_()
+    (y.float().pow(2).mean() + wide[0]).backward()
 
 
 def peak_of_one(session: OffloadSession, number: int) -> int:

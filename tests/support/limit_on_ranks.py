@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.device_peaks import peak_of_steps
+from tests.support.device_peaks import backward_of_a_wide_loss, peak_of_steps
 from tests.support.layer_stack import Model, batches, grads
 
-LAYERS, LOGITS = 8, 64 << 20
+LAYERS = 8
 
 
 def main() -> None:
@@ -34,9 +34,7 @@ def main() -> None:
 
     def step(number: int) -> None:
         model.zero_grad(set_to_none=False)
-        y = model(x.detach().requires_grad_(), sizes, scales)
-        wide = torch.empty(LOGITS, dtype=torch.uint8, device="cuda").zero_()
-        (y.float().pow(2).mean() + wide[0]).backward()
+        backward_of_a_wide_loss(model(x.detach().requires_grad_(), sizes, scales))
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
 

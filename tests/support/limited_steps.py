@@ -12,10 +12,10 @@ import torch
 
 from te_offload.offload import engine
 from te_offload.offload.device_memory import fill_unused
-from tests.support.device_peaks import STEPS, peak_of_steps
+from tests.support.device_peaks import STEPS, backward_of_a_wide_loss, peak_of_steps
 from tests.support.layer_stack import Model, batches
 
-LAYERS, LOGITS = 8, 64 << 20
+LAYERS = 8
 
 
 def main() -> None:
@@ -32,9 +32,7 @@ def main() -> None:
     def step(number: int) -> None:
         x, sizes, scales = given[number]
         model.zero_grad(set_to_none=False)
-        y = model(x.detach().requires_grad_(), sizes, scales)
-        wide = torch.empty(LOGITS, dtype=torch.uint8, device="cuda").zero_()
-        (y.float().pow(2).mean() + wide[0]).backward()
+        backward_of_a_wide_loss(model(x.detach().requires_grad_(), sizes, scales))
 
     most, _, _ = peak_of_steps(model.layers, step, enabled=False)
     least, all_out, _ = peak_of_steps(model.layers, step)

@@ -230,7 +230,7 @@ def _run_alone(
     params = itertools.chain.from_iterable(passed)
     if torch._C._are_functorch_transforms_active():
         y: torch.Tensor = _OneOp.apply(input_, call, *params, *extra_inputs)  # type: ignore[no-untyped-call]
-    else:  # the same, but for torch's Python around it, which takes the host half a microsecond a tensor
+    else:  # what `apply` does then, without looking at each parameter in Python
         input_, *extra_inputs = map(torch._C._functorch.unwrap_if_dead, (input_, *extra_inputs))
         y = _apply_at_once(input_, call, *params, *extra_inputs)
     return y
